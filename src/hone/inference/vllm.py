@@ -31,7 +31,13 @@ from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Pro
 from hone.inference.checks import check_request, check_sequences, check_settings
 from hone.inference.grammar import start_matchers
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
-from hone.inference.vllm_client import COMPLETIONS, VllmClient, completion_body, read_delta
+from hone.inference.vllm_client import (
+    COMPLETIONS,
+    CONTROL_S,
+    VllmClient,
+    completion_body,
+    read_delta,
+)
 from hone.inference.vllm_server import VllmServer, find_server, start_server
 
 GREEDY = Sampling(max_tokens=1, temperature=0)
@@ -213,8 +219,7 @@ class VllmEngine:
             await self._drop(staged.ref.sha256)
             await self._client.post("/v1/load_lora_adapter", body)
             return []
-        while not all(w["ready"] for w in await self._client.rpc("hone_read", str(staged.path))):
-            await asyncio.sleep(POLL_S)
+        await self._when_ready("hone_read", str(staged.path))
         await self._client.post("/v1/load_lora_adapter", body)
         workers = await self._client.rpc("hone_hash")
         ids = {worker.get("id", 0) for worker in workers}
@@ -299,20 +304,25 @@ class VllmEngine:
     async def _digests(self, staged: StagedAdapter) -> list[dict[str, Any]]:
         """Per worker, the digests of the tensors it holds, once they are hashed."""
         assert staged.id is not None, staged
-        loaded_again = False
-        while True:
-            held = await self._client.rpc("hone_digests", staged.id)
-            if not all(worker["held"] for worker in held):
-                if loaded_again:
-                    return held
-                # Evicted from vLLM's cache: any request loads it again, from its files.
-                body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
-                await self._client.post(COMPLETIONS, body)
-                loaded_again = True
-            elif all(worker["ready"] for worker in held):
-                return held
-            else:
-                await asyncio.sleep(POLL_S)
+        held = await self._when_ready("hone_digests", staged.id)
+        if not all(worker["held"] for worker in held):
+            # Evicted from vLLM's cache: any request loads it again, from its files.
+            body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
+            await self._client.post(COMPLETIONS, body)
+            held = await self._when_ready("hone_digests", staged.id)
+        return held
+
+    async def _when_ready(self, method: str, argument: Any) -> list[dict[str, Any]]:
+        """What every worker answers, once the threads of all have done their work for it."""
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                while True:
+                    answers = await self._client.rpc(method, argument)
+                    if all(answer.get("ready", True) for answer in answers):
+                        return answers
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise EngineError(f"vLLM's {method} did not end within {CONTROL_S:g} s") from None
 
     def stats(self) -> EngineStats:
         return EngineStats(
