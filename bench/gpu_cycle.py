@@ -119,6 +119,7 @@ class _Bench:
             probes = await probing
             chunks = await asyncio.gather(*streams)
             first = min(token for _, token, step in probes if step == job.step)
+            events["first token"] = first
             gaps = [pair for chats in chunks for times in chats for pair in pairwise(times)]
             say(
                 "publish",
@@ -129,7 +130,7 @@ class _Bench:
                 longest_gap_s=longest_gap(gaps, events["saved"], events["done"]),
                 longest_gaps_s={
                     f"{a} to {b}": longest_gap(gaps, events[a], events[b])
-                    for a, b in pairwise(PHASES[PHASES.index("saved") :])
+                    for a, b in pairwise([*PHASES[PHASES.index("saved") :], "first token"])
                 },
                 median_gap_s=median(b - a for a, b in gaps) if gaps else None,
                 steps=sorted({step for _, _, step in probes}),
@@ -201,7 +202,7 @@ class _Bench:
     async def _probe(self, ended: asyncio.Event) -> list[tuple[float, float, int]]:
         """One-token requests at a fixed rate: when each was sent, its token came, and by which step.
 
-        Streamed: the end of an answer waits until the call is on the disk, its token does not.
+        Streamed: the end of an answer waits until its call is recorded, the first token does not.
         """
         body = self._body("Say one word.", max_tokens=1)
 
