@@ -201,11 +201,11 @@ class _Server:
 
         state, url = self._real
         # The same groups again and again, whatever step they are trained from.
-        job = {"model": "bench", "groups": made, "config": {"max_staleness": None}}
+        body = {"model": "bench", "groups": made, "config": {"max_staleness": None}}
         began = time.perf_counter()
         for _ in range(jobs):
             async with httpx2.AsyncClient(timeout=60) as client:
-                accepted = await client.post(f"{url}/v1/training/jobs", json=job)
+                accepted = await client.post(f"{url}/v1/training/jobs", json=body)
             job_id, after = accepted.raise_for_status().json()["id"], 0
             while (job := state.jobs.get(job_id)).state in ("queued", "running"):
                 await state.jobs.wait_event(job_id, after, DEADLINE_S)
