@@ -135,9 +135,8 @@ class TrainingService:
         await self._learners.close()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-            for (
-                task
-            ) in late:  # its job stays in the state `running` and is recovered at the next start
+            # Their jobs stay in the state `running`, and are recovered at the next start.
+            for task in late:
                 task.cancel()
 
     def status(self) -> dict[str, Any]:
