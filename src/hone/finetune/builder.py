@@ -16,13 +16,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from hone.capture.scope import outside_rollouts
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalOutputItem
@@ -34,7 +33,6 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.calls import (
-    EVALUATION,
     NO_LOGPROBS,
     Targets,
     TrainedCalls,
@@ -46,11 +44,10 @@ from hone.finetune.calls import (
     with_ids,
 )
 from hone.finetune.curriculum import group_by_example
-from hone.finetune.group_rewards import GroupPlace, RoundGroups
-from hone.finetune.journal import run_recorded
-from hone.finetune.records import append_line, record_of, reward_or_substitute
+from hone.finetune.records import append_line, reward_or_substitute
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
+from hone.finetune.rollouts import Rollouts, evaluators_marked
 from hone.rollout_record import FailureRecord, RolloutRecord
 from hone.tally import run_together
 from hone.trajectory import failure_of
@@ -62,8 +59,6 @@ if TYPE_CHECKING:
     from hone.config.schema import Document, FinetuneConfig
     from hone.evaluation.base import EvalInputItem
     from hone.evaluation.run import ItemResult
-    from hone.event_log import EventLog
-    from hone.finetune.journal import Journal
 
 logger = logging.getLogger("hone")
 
@@ -81,23 +76,15 @@ def num_generations(document: "Document") -> int | None:
     return config.num_generations if isinstance(config, ARTTrajectoryBuilderConfig) else None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Round:
     """State of one `start_run`."""
 
-    run_id: str
-    items: list["EvalInputItem"]
-    epoch: int
-    round: int
-    session: int
-    journal: "Journal | None"
-    events: "EventLog | None"
+    rollouts: Rollouts
     unscoped: Counter[str]
     """Requests without a rollout, by model, when the round began."""
-    groups: RoundGroups | None = None
-    """Set if the reward compares the rollouts of an example."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Calls and rollouts that are not trained, by reason."""
+    """Calls that are not trained, by reason."""
 
 
 class ARTTrajectoryBuilder(TrajectoryBuilder):
@@ -136,36 +123,48 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """Start `num_generations` evaluation runs, without the rollouts that the journal has."""
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
-        meta, everything = meta or {}, self.bound_evaluation.items
-        generations, config = range(self.trajectory_builder_config.num_generations), self._config
-        at = self._rounds[run_id] = _Round(
+        meta, evaluation = meta or {}, self.bound_evaluation
+        generations = range(self.trajectory_builder_config.num_generations)
+        items = list(meta.get("items") or evaluation.items)
+        epoch, round = int(meta.get("epoch", 0)), int(meta.get("round", 0))
+        journal, known = meta.get("journal"), {}
+        if journal is not None:
+            wanted = [(item.id, k) for item in items for k in generations]
+            known = known_rollouts(
+                journal,
+                epoch,
+                round,
+                wanted,
+                smallest=self._smallest,
+                failed_before=meta.get("failed_before", True),
+            )
+        rollouts = Rollouts(
+            evaluation,
+            self._config,
+            items,
+            generations,
+            known=known,
             run_id=run_id,
-            items=list(meta.get("items") or everything),
-            epoch=int(meta.get("epoch", 0)),
-            round=int(meta.get("round", 0)),
-            session=int(meta.get("session", 1)),
-            journal=meta.get("journal"),
+            journal=journal,
             events=meta.get("events"),
-            unscoped=await count_unscoped(self.server, run_id),
+            session=int(meta.get("session", 1)),
+            split="train",
+            epoch=epoch,
+            round=round,
         )
-        known = {}
-        if at.journal is not None:
-            wanted = [(item.id, k) for item in at.items for k in generations]
-            where, failed = (at.journal, at.epoch, at.round), meta.get("failed_before", True)
-            known = known_rollouts(*where, wanted, smallest=self._smallest, failed_before=failed)
-        where = self.bound_evaluation, self._reward_name, at.journal, "train", at.epoch, at.round
-        at.groups = RoundGroups.of(*where, items=at.items, generations=generations, known=known)
-        places = {item.id: place for place, item in enumerate(everything)}
+        at = _Round(rollouts, await count_unscoped(self.server, run_id))
+        self._rounds[run_id], finish = at, partial(self._finish, at.dropped)
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
-        rollouts: list[list[asyncio.Task[RolloutRecord]]] = [[] for _ in generations]
         # All generations of an example in a row: the server computes their prompt once.
-        for item in at.items:
-            for k, tasks in enumerate(rollouts):
-                place, before = places.get(item.id, len(places)), known.get((item.id, k))
-                tasks.append(asyncio.create_task(self._rollout(at, item, place, k, before, config)))
+        tasks = [
+            [asyncio.create_task(rollouts.run(item, k, finish)) for k in generations]
+            for item in items
+        ]
         self.evaluation_runs[run_id] = [
-            asyncio.create_task(run_together(tasks), name=f"eval-run-{run_id}-gen-{k}")
-            for k, tasks in enumerate(rollouts)
+            asyncio.create_task(
+                run_together([of_item[k] for of_item in tasks]), name=f"eval-run-{run_id}-gen-{k}"
+            )
+            for k in generations
         ]
 
     async def finalize(
@@ -180,11 +179,11 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             del self.evaluation_runs[run_id]
             at = self._rounds.pop(run_id)
         records = [record for run in runs for record in run]
-        if at.groups is not None:
-            at.groups.close(records)
-        groups, dropped = group_by_example(records, [item.id for item in at.items], self._smallest)
+        at.rollouts.close(records)
+        examples = [item.id for item in at.rollouts.items]
+        groups, dropped = group_by_example(records, examples, self._smallest)
         self.dropped = at.dropped + dropped
-        await self._report_unscoped(at)
+        await self._report_unscoped(at, run_id)
         collection = TrajectoryCollection(trajectories=groups, run_id=run_id)
         if self.reads_episodes:
             await self.load_episodes(collection)
@@ -198,18 +197,19 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             logger.warning("%s", NO_LOGPROBS)
         return collection
 
-    async def _report_unscoped(self, at: _Round) -> None:
+    async def _report_unscoped(self, at: _Round, run_id: str) -> None:
         """Count calls without a rollout; warn the first time."""
-        counts = await count_unscoped(self.server, at.run_id) - at.unscoped
+        counts = await count_unscoped(self.server, run_id) - at.unscoped
         if self.server is None or not counts:
             return
         self.dropped["call/unmarked"] += counts.total()
         if not self._reported_unscoped:
             self._reported_unscoped = True
-            message = f"epoch {at.epoch + 1}: {unscoped_message(self.server, counts)}"
+            rollouts = at.rollouts
+            message = f"epoch {rollouts.epoch + 1}: {unscoped_message(self.server, counts)}"
             logger.warning("%s", message)
-            if at.events is not None:
-                at.events.append("warning", message=message)
+            if rollouts.events is not None:
+                rollouts.events.append("warning", message=message)
 
     async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
         for trajectory in (t for group in trajectories.trajectories for t in group):
@@ -231,61 +231,15 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     # ---- one rollout ----------------------------------------------------------------------------
 
-    async def _rollout(
-        self,
-        at: _Round,
-        item: "EvalInputItem",
-        place: int,
-        k: int,
-        known: RolloutRecord | None,
-        config: "FinetuneConfig",
-    ) -> RolloutRecord:
-        """The record of a rollout, which is run unless it is known."""
-        if known is not None:
-            return known
-
-        async def run(rollout: str) -> RolloutRecord:
-            result = await self.run_item(item, rollout, self._reward_name, group)
-            record = record_of(
-                result,
-                rollout=rollout,
-                split="train",
-                epoch=at.epoch,
-                round=at.round,
-                generation=k,
-                reward_name=self._reward_name,
-                with_calls=config.record_calls,
-            )
-            return await self._with_calls(at, await self._with_reward(record, result), result)
-
-        with nullcontext() if at.groups is None else at.groups.place(item, k) as group:
-            return await run_recorded(
-                run,
-                at.run_id,
-                journal=at.journal,
-                events=at.events,
-                retries=config.rollout_retries,
-                epoch=at.epoch,
-                round=at.round,
-                item=place,
-                generation=k,
-                session=at.session,
-            )
-
     async def run_item(
-        self,
-        item: "EvalInputItem",
-        rollout: str,
-        reward: str | None,
-        group: GroupPlace | None = None,
+        self, item: "EvalInputItem", rollout: str, reward: str | None
     ) -> "ItemResult":
-        """Run and score one rollout; calls of evaluators are marked as theirs."""
-        evaluation, host = self.bound_evaluation, self.bound_evaluation.host
-        names = None if reward is None else [reward]
-        with nullcontext() if host is None else outside_rollouts(EVALUATION, host=host):
-            if group is not None:
-                return await group.run_item(evaluation, rollout, names)
-            return await evaluation.run_item(item, rollout=rollout, evaluators=names)
+        """Run and score one rollout for preflight."""
+        evaluators = None if reward is None else [reward]
+        with evaluators_marked(self.bound_evaluation):
+            return await self.bound_evaluation.run_item(
+                item, rollout=rollout, evaluators=evaluators
+            )
 
     async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
         """The calls that are trained: recorded by the server, or seen by this process."""
@@ -296,10 +250,35 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             return from_seen(seen, self.targets)
         return from_recorded(calls, seen, self.targets)
 
+    async def _finish(
+        self, dropped: Counter[str], record: RolloutRecord, result: "ItemResult"
+    ) -> RolloutRecord:
+        """The record with its reward, and with the calls that are trained or why none is."""
+        if record.reward is not None:
+            record = await self._with_reward(record, result)
+        reward, item = reward_or_substitute(record, self._config), result.item
+        if reward is None:
+            return record
+        try:
+            trained = await self.select_calls(record.rollout, item.trajectory)
+        except HoneError as error:
+            return _failed(record, "server_error", error)
+        if trained.reason is not None:
+            return record.model_copy(update={"reward": reward, "not_trained": trained.reason})
+        dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
+        update: dict[str, Any] = {
+            "reward": reward,
+            "shaped_rewards": shaped_rewards(item.steps, trained.sampled),
+        }
+        if trained.foreign:
+            update["episode"] = episode(trained.sampled)
+            update["metadata"] = {**record.metadata, "tools": plain(item.trajectory[0].tools)}
+        else:
+            update["trained_calls"] = [one.id for one in trained.sampled]
+        return record.model_copy(update=update)
+
     async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
         """The record with the reward of `compute_reward`, which a plugin may override."""
-        if record.reward is None:
-            return record
         score = result.scores[self._reward_name or ""]
         output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
         meta = record.model_dump(include={"epoch", "round", "rollout", "generation"})
@@ -314,31 +293,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             return _failed(record, "evaluator", error)
         metadata = {"reasoning": plain(score.reasoning)}
         return record.model_copy(update={"reward": reward, "metadata": metadata})
-
-    async def _with_calls(
-        self, at: _Round, record: RolloutRecord, result: "ItemResult"
-    ) -> RolloutRecord:
-        """The record with the calls that are trained, or with the reason why none is."""
-        reward, item = reward_or_substitute(record, self._config), result.item
-        if reward is None:
-            return record
-        try:
-            trained = await self.select_calls(record.rollout, item.trajectory)
-        except HoneError as error:
-            return _failed(record, "server_error", error)
-        if trained.reason is not None:
-            return record.model_copy(update={"reward": reward, "not_trained": trained.reason})
-        at.dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
-        update: dict[str, Any] = {
-            "reward": reward,
-            "shaped_rewards": shaped_rewards(item.steps, trained.sampled),
-        }
-        if trained.foreign:
-            update["episode"] = episode(trained.sampled)
-            update["metadata"] = {**record.metadata, "tools": plain(item.trajectory[0].tools)}
-        else:
-            update["trained_calls"] = [one.id for one in trained.sampled]
-        return record.model_copy(update=update)
 
     @property
     def _config(self) -> "FinetuneConfig":

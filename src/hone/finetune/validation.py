@@ -12,16 +12,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hone.errors import RolloutError
 from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.curriculum import check_failures
-from hone.finetune.group_rewards import GroupPlace, RoundGroups
-from hone.finetune.journal import Journal, run_recorded
-from hone.finetune.records import record_of, reward_or_substitute
+from hone.finetune.journal import Journal
+from hone.finetune.records import reward_or_substitute
+from hone.finetune.rollouts import Rollouts
 from hone.report.comparison import to_confirm
 from hone.report.history import Validation
 from hone.report.text import counted, failed
@@ -30,8 +29,7 @@ from hone.tally import run_together
 
 if TYPE_CHECKING:
     from hone.config.schema import FinetuneConfig
-    from hone.evaluation.base import EvalInputItem
-    from hone.evaluation.run import Evaluation
+    from hone.evaluation.run import Evaluation, ItemResult
     from hone.event_log import EventLog
     from hone.finetune.base import TrainerAdapter
     from hone.finetune.resume import RunState
@@ -63,38 +61,42 @@ class Validator:
 
         `final`: `step` answers, which may be an earlier one, instead of the newest.
         """
-        started, pinned = time.monotonic(), step if final else None
-        known = self.journal.finished("final" if final else "val", epoch)
-        wanted = [
-            (place, item, rep)
-            for place, item in enumerate(self.evaluation.items)
-            for rep in range(self.config.validation.reps)
-        ]
+        started, split = time.monotonic(), "final" if final else "val"
+        items, reps = self.evaluation.items, range(self.config.validation.reps)
+        known = self.journal.finished(split, epoch)
         self.events.append(
-            "validation_started", epoch=epoch, rollouts=len(wanted), resumed=len(known), final=final
+            "validation_started",
+            epoch=epoch,
+            rollouts=len(items) * len(reps),
+            resumed=len(known),
+            final=final,
         )
-
-        split, reps = "final" if final else "val", range(self.config.validation.reps)
-        rollouts = {"items": self.evaluation.items, "generations": reps, "known": known}
-        at = self.journal, split, epoch, 0
-        groups = RoundGroups.of(self.evaluation, self._reward, *at, **rollouts)
-
-        async def rollout(place: int, item: "EvalInputItem", rep: int) -> RolloutRecord:
-            if record := known.get((item.id, rep)):
-                return record
-            with nullcontext() if groups is None else groups.place(item, rep) as group:
-                return await self._run(item, epoch, place, rep, pinned, group)
-
-        records = await run_together(rollout(*one) for one in wanted)
-        if groups is not None:
-            groups.close(records)
+        rollouts = Rollouts(
+            self.evaluation,
+            self.config,
+            items,
+            reps,
+            known=known,
+            run_id=self.journal.run_id,
+            journal=self.journal,
+            events=self.events,
+            session=self.journal.session,
+            split=split,
+            epoch=epoch,
+        )
+        temperature = 0.0 if self.config.validation.greedy else None
+        options = {"temperature": temperature, "step": step if final else None}
+        records = await run_together(
+            rollouts.run(item, rep, self._finish, **options) for item in items for rep in reps
+        )
+        rollouts.close(records)
         after = f"validation after {counted(epoch, 'epoch')}"
         where = f"final validation of step {step}" if final else after
         outcome = self._outcome(records, where)
         answered = {
             s for record in records for s in record.policy_steps
         }  # including those of helper models
-        if final and answered and pinned not in answered and not outcome["error"]:
+        if final and answered and step not in answered and not outcome["error"]:
             error = f"{where}: step {max(answered)} answered instead"
             outcome |= {"avg_reward": None, "error": error}
         return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
@@ -110,56 +112,8 @@ class Validator:
             if outcome["error"]:
                 return
 
-    @property
-    def _reward(self) -> str:
-        assert self.config.reward_function is not None, "no run is read without one"
-        return self.config.reward_function.name
-
-    async def _run(
-        self,
-        item: "EvalInputItem",
-        epoch: int,
-        place: int,
-        rep: int,
-        step: int | None,
-        group: GroupPlace | None,
-    ) -> RolloutRecord:
-        """One rollout; `step` is that of a final validation, None for the newest one."""
-        config, split = self.config, "val" if step is None else "final"
-        reward = self._reward
-        temperature = 0.0 if config.validation.greedy else None
-
-        async def run(rollout: str) -> RolloutRecord:
-            options = {"temperature": temperature, "step": step}
-            if group is not None:
-                result = await group.run_item(self.evaluation, rollout, [reward], **options)
-            else:
-                result = await self.evaluation.run_item(
-                    item, rollout=rollout, evaluators=[reward], **options
-                )
-            record = record_of(
-                result,
-                rollout=rollout,
-                split=split,
-                epoch=epoch,
-                generation=rep,
-                reward_name=reward,
-                with_calls=config.record_calls,
-            )
-            return record.model_copy(update={"reward": reward_or_substitute(record, config)})
-
-        return await run_recorded(
-            run,
-            self.journal.run_id,
-            journal=self.journal,
-            events=self.events,
-            retries=config.rollout_retries,
-            split=split,
-            epoch=epoch,
-            item=place,
-            generation=rep,
-            session=self.journal.session,
-        )
+    async def _finish(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
+        return record.model_copy(update={"reward": reward_or_substitute(record, self.config)})
 
     def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
         rewards: dict[str, list[float | None]] = {}

@@ -1,0 +1,214 @@
+"""Run the rollouts of one round, or of one validation: each is run, scored and recorded once.
+
+In:   an Evaluation, the examples and generations to run, the rollouts that are known already
+Out:  a RolloutRecord for each, in the journal and in the events
+      unscored/epoch_NNN.jsonl: rollouts that have ended, until all of their group have a reward
+
+Some rewards compare the rollouts of an example. Such a rollout is in the journal once it has a
+reward, which takes the whole group. What ended before is on disk at once, so that a killed run does
+not sample it again.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
+
+from hone.capture.base import SeenCall, Step
+from hone.capture.scope import outside_rollouts
+from hone.disk import append_lines, open_lines
+from hone.errors import StateError
+from hone.evaluation.groups import Member, RolloutGroup
+from hone.evaluation.results import ItemResult
+from hone.finetune.calls import EVALUATION
+from hone.finetune.journal import Journal, run_recorded
+from hone.finetune.records import record_of
+from hone.rollout_record import RolloutRecord, Split
+from hone.workflow.jsonable import dumps
+from hone.workflow.run import RolloutResult
+
+if TYPE_CHECKING:
+    from hone.config.schema import FinetuneConfig
+    from hone.evaluation.base import EvalInputItem
+    from hone.evaluation.run import Evaluation
+    from hone.event_log import EventLog
+
+Finish = Callable[[RolloutRecord, ItemResult], Awaitable[RolloutRecord]]
+"""Completes the record of a rollout before it is written."""
+
+
+def evaluators_marked(evaluation: "Evaluation") -> AbstractContextManager[Any]:
+    """A scope in which calls of evaluators carry `EVALUATION` and belong to no rollout."""
+    host = evaluation.host
+    return nullcontext() if host is None else outside_rollouts(EVALUATION, host=host)
+
+
+class Rollouts:
+    """The rollouts of one round, or of one validation."""
+
+    def __init__(
+        self,
+        evaluation: "Evaluation",
+        config: "FinetuneConfig",
+        items: "Sequence[EvalInputItem]",
+        generations: range,
+        *,
+        known: Mapping[tuple[str, int], RolloutRecord],
+        run_id: str,
+        journal: Journal | None,
+        events: "EventLog | None",
+        session: int,
+        split: Split,
+        epoch: int,
+        round: int = 0,
+    ) -> None:
+        """`known`: rollouts that are not run again, by example and generation."""
+        self.items, self.epoch, self.events = items, epoch, events
+        self._evaluation, self._config, self._known = evaluation, config, known
+        self._run_id, self._session, self._journal = run_id, session, journal
+        self._where = {"split": split, "epoch": epoch, "round": round}
+        self._numbers = {item.id: n for n, item in enumerate(evaluation.items)}
+        self._reward = config.reward_function and config.reward_function.name
+        self._evaluators = None if self._reward is None else [self._reward]
+        self._unscored: Path | None = None
+        self._ended: dict[tuple[str, int], tuple[str, EvalInputItem]] = {}
+        self._groups: dict[str, RolloutGroup] = {}
+        """By example; none if the reward compares nothing."""
+        if evaluation.compares(self._evaluators):
+            self._unscored = None if journal is None else journal.unscored(split, epoch)
+            ended = _read(self._unscored, round, {item.id: item for item in items})
+            self._ended = {place: one for place, one in ended.items() if place not in known}
+            for item in items:
+                self._groups[item.id] = RolloutGroup(
+                    members=[k for k in generations if (item.id, k) not in known],
+                    # The others are compared with those that have a reward, which do not change.
+                    ended={
+                        k: one for (example, k), (_, one) in ended.items() if example == item.id
+                    },
+                )
+
+    async def run(
+        self, item: "EvalInputItem", generation: int, finish: Finish, **options: Any
+    ) -> RolloutRecord:
+        """The record of a rollout, which is run unless it is known.
+
+        `finish` completes the record; `options` are arguments of `Evaluation.run_item`.
+        """
+        if (known := self._known.get((item.id, generation))) is not None:
+            return known
+
+        async def run(rollout: str) -> RolloutRecord:
+            with evaluators_marked(self._evaluation):
+                result = await self._run_item(item, generation, rollout, options)
+            record = record_of(
+                result,
+                rollout=rollout,
+                generation=generation,
+                reward_name=self._reward,
+                with_calls=self._config.record_calls,
+                **self._where,
+            )
+            return await finish(record, result)
+
+        try:
+            return await run_recorded(
+                run,
+                self._run_id,
+                journal=self._journal,
+                events=self.events,
+                retries=self._config.rollout_retries,
+                item=self._numbers.get(item.id, len(self._numbers)),
+                generation=generation,
+                session=self._session,
+                **self._where,
+            )
+        finally:
+            if item.id in self._groups:
+                self._groups[item.id].leave(generation)
+
+    def close(self, records: Iterable[RolloutRecord]) -> None:
+        """Remove the file of unscored rollouts, unless one of them would be run again.
+
+        A rollout that is run again in a later start is compared with those that have a reward, which
+        only this file has whole.
+        """
+        again = any(r.failure is not None and r.failure.kind == "infrastructure" for r in records)
+        if self._unscored is not None and not again:
+            self._unscored.unlink(missing_ok=True)
+
+    async def _run_item(
+        self, item: "EvalInputItem", generation: int, rollout: str, options: dict[str, Any]
+    ) -> ItemResult:
+        """Run and score the rollout, with its group if there is one."""
+        group, member = self._groups.get(item.id), None
+        if group is not None:
+            ended = self._ended.pop((item.id, generation), None)  # a retry runs it again
+            if ended is not None:
+                return await self._score(*ended, group.member(generation))
+            member = group.member(generation, partial(self._note, item.id, generation, rollout))
+        return await self._evaluation.run_item(
+            item, rollout=rollout, evaluators=self._evaluators, member=member, **options
+        )
+
+    async def _score(self, rollout: str, item: "EvalInputItem", member: Member) -> ItemResult:
+        """Score a rollout that ended in an earlier start."""
+        scored = await self._evaluation.score_item(item, evaluators=self._evaluators, member=member)
+        ran = RolloutResult(
+            id=rollout,
+            output=item.output_obj,
+            calls=tuple(item.trajectory),
+            steps=tuple(item.steps),
+            failure=None,
+            seconds=item.seconds or 0.0,
+        )
+        return ItemResult(scored.item, ran, scored.scores)
+
+    def _note(self, example: str, generation: int, rollout: str, item: "EvalInputItem") -> None:
+        """Write a rollout that has ended and waits for others of its group."""
+        if self._unscored is None:
+            return
+        line = {
+            "round": self._where["round"],
+            "example": example,
+            "generation": generation,
+            "rollout": rollout,
+            "output": item.output_obj,
+            "seconds": item.seconds,
+            "calls": [asdict(call) for call in item.trajectory],
+            "steps": [asdict(step) for step in item.steps],
+        }
+        append_lines(self._unscored, dumps(line).encode("utf-8", "replace") + b"\n")
+
+
+def _read(
+    path: Path | None, round: int, items: "dict[str, EvalInputItem]"
+) -> "dict[tuple[str, int], tuple[str, EvalInputItem]]":
+    """Rollouts of the round that ended, by example and generation."""
+    if path is None or not path.exists():
+        return {}
+    open_lines(path).close()  # which cuts a torn last line
+    ended = {}
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            line = from_json(text)
+            example, generation = line["example"], line["generation"]
+            if line["round"] == round and example in items:
+                item = items[example].copy_with_updates(
+                    output_obj=line["output"],
+                    seconds=line["seconds"],
+                    trajectory=[SeenCall(**call) for call in line["calls"]],
+                    steps=[
+                        Step(**step | {"about": tuple(step["about"])}) for step in line["steps"]
+                    ],
+                )
+                ended[example, generation] = line["rollout"], item
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"{path}:{number}: not a rollout ({error}). Remove the file: its rollouts are run "
+                "again."
+            ) from None
+    return ended
