@@ -140,7 +140,7 @@ class _Server:
             tokenizer = load_tokenizer(find(self._model))
             answer = "one two three four five six seven eight nine ten eleven twelve ..."
             opener = lambda _: ScriptedEngine([answer], tokenizer=tokenizer)  # noqa: E731
-        state = State.open(settings, open_engine=without_gc_pauses(opener))
+        state = State(settings, open_engine=without_gc_pauses(opener))
         # Until the process ends.
         await self._running.enter_async_context(state.running())
         return state, await self._running.enter_async_context(serving(create_apps(state)[0]))

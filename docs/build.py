@@ -152,7 +152,7 @@ def http_reference() -> str:
     """Every route and every setting of the server."""
     lines = ["# HTTP API", "", GENERATED, "", HTTP_INTRO, "", "## Routes"]
     with TemporaryDirectory() as root:
-        state = State.open(Settings(root=Path(root)))
+        state = State(Settings(root=Path(root)))
         try:
             control, inference = create_apps(state)
         finally:

@@ -53,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @contextmanager
 def _witnessed(settings: Settings, engine: Any, **more: Any) -> Iterator[tuple[Server, Witness]]:
     """A server over this engine, and the witness before its inference port."""
-    state = State.open(settings, open_engine=lambda name: engine, **more)
+    state = State(settings, open_engine=lambda name: engine, **more)
     server = Server(state, engine).start()
     try:
         witness = Witness(int(server.inference_url.rpartition(":")[2]))

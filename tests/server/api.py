@@ -98,9 +98,7 @@ async def opening(root: Path, tokenizer: Any, base_model: Path) -> AsyncIterator
 
             engine = ScriptedEngine(tokenizer=tokenizer)
             given = {"root": root, "device": "cpu", "learner_threads": 1, **settings}
-            state = State.open(
-                Settings(**given), open_engine=lambda name: engine, start_learner=start
-            )
+            state = State(Settings(**given), open_engine=lambda name: engine, start_learner=start)
             await stack.enter_async_context(state.running())
             client = httpx.AsyncClient(
                 transport=httpx.ASGITransport(create_apps(state)[0]),

@@ -115,7 +115,7 @@ def make_state(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> MakeState:
         allowed = (str(tiny_model), "*")  # by clients of the inference port
         usual = {"root": tmp_path / "hone", "device": "cpu", "allow_base_models": allowed}
         settings = usual | settings
-        return State.open(Settings(**settings), open_engine=lambda name: used)
+        return State(Settings(**settings), open_engine=lambda name: used)
 
     return make
 
@@ -200,7 +200,7 @@ def shared(
     engine = ScriptedEngine(tokenizer=tokenizer)
     root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
     settings = Settings(root=root, allow_base_models=allowed)
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    server = Server(State(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()
 

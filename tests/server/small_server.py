@@ -124,7 +124,7 @@ class SmallServer(State):
     ) -> Self:
         """Opened, not started."""
         settings = Settings(**{"root": root, "learner_threads": 1, "device": "cpu", **changes})
-        return cls.open(settings, open_engine=open_engine, start_learner=start_learner)
+        return cls(settings, open_engine=open_engine, start_learner=start_learner)
 
     def submit(
         self, record: ModelRecord, groups: Sequence[TrajectoryGroup], **changes: Any

@@ -202,9 +202,7 @@ class Target:
     async def _open(self) -> None:
         settings = Settings(root=self.root, device="cpu", max_queued_jobs=10**6)
         engine = ScriptedEngine(("cold and the wind is strong", "warm"), tokenizer=self.tokenizer)
-        self.state = State.open(
-            settings, open_engine=lambda name: engine, start_learner=QuickLearner
-        )
+        self.state = State(settings, open_engine=lambda name: engine, start_learner=QuickLearner)
         self._running = self.state.running()
         await self._running.__aenter__()
         self._app = app = create_apps(self.state)[0]

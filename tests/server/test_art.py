@@ -133,7 +133,7 @@ def served(
     root: Path, model: Path, start_learner: Callable[..., Any], **more: Any
 ) -> Iterator[ArtServer]:
     settings = Settings(root=root / "hone", device="cpu", learner_threads=1, **more)
-    server = Server(State.open(settings, start_learner=start_learner), None).start()
+    server = Server(State(settings, start_learner=start_learner), None).start()
     art = ArtServer(server, model)
     yield art
     art.http.close()
@@ -317,7 +317,7 @@ def test_a_server_that_stops_breaks_the_body_and_keeps_the_job(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     settings = Settings(root=tmp_path / "hone", device="cpu", learner_threads=1)
-    state = State.open(settings, start_learner=Learner)
+    state = State(settings, start_learner=Learner)
     # Nobody is cut off by the end of this grace: who waits for it waits too long.
     server = Server(state, None, grace_s=600).start()
     art = ArtServer(server, tiny_model).prepared()
@@ -343,7 +343,7 @@ def test_a_server_that_stops_breaks_the_body_and_keeps_the_job(
     (answer,) = got
     assert answer.status_code == 503
     assert "this server stops. The job goes back to the queue" in answer.json()["detail"]
-    again = State.open(settings)
+    again = State(settings)
     # The learner went on as soon as it could, so the first may have come to its end.
     assert {job.state for job in again.jobs.list()} <= {"queued", "done"}
     again.store.close()

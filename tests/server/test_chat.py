@@ -51,7 +51,7 @@ def shared(
     engine = ScriptedEngine(tokenizer=tokenizer)
     root, allowed = tmp_path_factory.mktemp("root"), (str(tiny_model),)
     settings = Settings(root=root, max_n=4, allow_base_models=allowed)
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    server = Server(State(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()
 

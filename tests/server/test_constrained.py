@@ -91,7 +91,7 @@ def shared(
     engine = EmbeddedEngine(decoder, decode=tokenizer.decode, grammars=grammars)
     root, allowed = tmp_path_factory.mktemp("root"), (model,)
     settings = Settings(root=root, max_n=64, allow_base_models=allowed, device="cpu")
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    server = Server(State(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()
 

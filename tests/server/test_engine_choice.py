@@ -47,7 +47,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Any:
-    state = State.open(Settings(root=tmp_path / "hone", device="cpu"))
+    state = State(Settings(root=tmp_path / "hone", device="cpu"))
     yield state
     state.store.close()
 

@@ -121,7 +121,7 @@ def test_nothing_accepted_is_lost(target: Target):
     listed = json.loads(target.send("GET", f"{JOBS}?limit=1000").content)
     assert {job["id"] for job in listed} == set(list(jobs)[:1000])
     target.stop()
-    again = State.open(Settings(root=target.root, device="cpu"))
+    again = State(Settings(root=target.root, device="cpu"))
     try:
         assert {job.id: job for job in again.jobs.list(limit=-1)} == jobs
         assert all(again.jobs.packed_groups(job) for job in list(jobs)[:50])

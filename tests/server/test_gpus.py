@@ -352,7 +352,7 @@ async def test_requests_are_held_where_both_are_on_one_gpu(
         serving_during_training=setting,
         learner_threads=1,
     )
-    server = SmallServer.open(
+    server = SmallServer(
         settings,
         around_open=lambda _: (
             lambda name: Watched(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)

@@ -235,7 +235,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     model = write_model(tmp_path_factory.mktemp("thinker"), tokenizer)
     engine = ScriptedEngine(tokenizer=tokenizer)
     settings = Settings(root=tmp_path_factory.mktemp("root"), allow_base_models=(str(model),))
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    server = Server(State(settings, open_engine=lambda name: engine), engine).start()
     yield server, str(model)
     server.stop()
 

@@ -181,7 +181,7 @@ def test_from_chat_to_a_better_model(make_server: MakeServer, tiny_model: Path, 
     """Agents sample, are scored by rollout or by choices, and the next answer is another model's."""
     engine = EmbeddedEngine.open(str(tiny_model), device="cpu")
     settings = Settings(root=tmp_path / "real", device="cpu", learner_threads=1)
-    state = State.open(settings, open_engine=lambda name: engine, start_learner=LearnerHere)
+    state = State(settings, open_engine=lambda name: engine, start_learner=LearnerHere)
     server = Server(state, engine).start()
     try:
         with httpx.Client(base_url=server.control_url, timeout=60) as client:

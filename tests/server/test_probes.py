@@ -28,7 +28,7 @@ def server(
 ) -> Iterator[Server]:
     engine = ScriptedEngine(tokenizer=tokenizer)
     settings = Settings(root=tmp_path_factory.mktemp("root"), allow_base_models=(str(tiny_model),))
-    server = Server(State.open(settings, open_engine=lambda name: engine), engine).start()
+    server = Server(State(settings, open_engine=lambda name: engine), engine).start()
     yield server
     server.stop()
 

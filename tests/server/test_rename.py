@@ -101,7 +101,7 @@ from hone.server.settings import Settings
 from hone.store.rename import Renames
 from hone.types import ModelKey
 
-state = State.open(Settings(root=Path(sys.argv[1])))
+state = State(Settings(root=Path(sys.argv[1])))
 renames = Renames(state.store, state.models, state.jobs, state.calls, state.checkpoints)
 renames.rename(ModelKey("default", "agent"), ModelKey("default", "agent.old"))
 """

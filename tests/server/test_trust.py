@@ -149,7 +149,7 @@ def counted(
 
     def start(**settings: Any) -> Server:
         root = tmp_path / f"hone{len(started)}"
-        state = State.open(Settings(root=root, device="cpu", **settings), open_engine=open_engine)
+        state = State(Settings(root=root, device="cpu", **settings), open_engine=open_engine)
         started.append(Server(state, None).start())
         return started[-1]
 
@@ -246,7 +246,7 @@ def test_the_root_is_closed_to_others_new_or_old(tmp_path: Path, make_state: Any
     assert mode(root) == 0o700
     state.store.close()
     root.chmod(0o755)
-    State.open(Settings(root=root)).store.close()
+    State(Settings(root=root)).store.close()
     assert mode(root) == 0o700
 
 

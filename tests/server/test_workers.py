@@ -46,7 +46,7 @@ def server(
         body_processes=1,
         allow_base_models=(str(tiny_model),),
     )
-    server = Server(State.open(options, open_engine=lambda name: engine), engine)
+    server = Server(State(options, open_engine=lambda name: engine), engine)
     yield server.start()
     server.stop()
 

@@ -1,7 +1,7 @@
 """One request while it is answered: sample from its prompt, then record every choice.
 
 In:   a RequestContext, a prompt, sampling parameters
-Out:  Pieces as they are sampled; every choice recorded when the last one has ended
+Out:  tokens as they are sampled; every choice recorded when the last one has ended
 
 The calls are committed before `run` returns, and only then is the last byte sent: what a client
 has seen to its end is on record. If the client leaves, or the engine fails, sampling stops and the
@@ -13,6 +13,7 @@ import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any, Literal
@@ -58,15 +59,6 @@ class RequestContext:
         return default if record is None else getattr(record.spec, field)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """More of one choice: new tokens, and what they add to its message."""
-
-    choice: "Choice"
-    tokens: Sequence[SampledToken]
-    deltas: list[Delta]
-
-
 class Choice:
     """One answer as it grows."""
 
@@ -74,35 +66,26 @@ class Choice:
         self.index = index
         self.id = call_id
         self.tokens: list[SampledToken] = []
+        self.finish: FinishReason | None = None
         self.stop: str | int | None = None
         """The string or id that ended it, if one did."""
-        self._finish: FinishReason | None = None
         self._parser = parser
         self._parsed = 0
         self._closed = False
         self._reply: Reply | None = None
 
-    def add(
-        self,
-        tokens: Sequence[SampledToken],
-        finish: FinishReason | None = None,
-        stop: str | int | None = None,
-    ) -> None:
-        self.tokens += tokens
-        self._finish, self.stop = finish, stop
-
     def deltas(self) -> list[Delta]:
         """What the tokens since the last time add to the message."""
         ids = [token.id for token in self.tokens[self._parsed :]]
         self._parsed = len(self.tokens)
-        return self._parser.feed(ids) + (self._close() if self._finish else [])
+        return self._parser.feed(ids) + (self._close() if self.finish else [])
 
     def reply(self) -> Reply:
         """The message; of an answer that was cut off, the part that was sampled."""
         if self._reply is None:
             self.deltas()
             self._close()
-            self._reply = self._parser.reply(self._finish or "abort")
+            self._reply = self._parser.reply(self.finish or "abort")
         return self._reply
 
     @property
@@ -121,6 +104,10 @@ class Choice:
     def _close(self) -> list[Delta]:
         closed, self._closed = self._closed, True
         return [] if closed else self._parser.close()
+
+
+Send = Callable[[Choice, Sequence[SampledToken]], Awaitable[None]]
+"""Sends what new tokens add to a choice."""
 
 
 @dataclass(kw_only=True)
@@ -159,36 +146,24 @@ class Generation:
         """The call whose ids the prompt begins with."""
         return self.parent if self.prompt.outcome == "bridged" else None
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(len(choice.tokens) for choice in self.choices)
-
-    async def run(self, send: Callable[[Piece], Awaitable[None]] | None = None) -> None:
-        """Sample to the end, sending each piece; returns when every choice is recorded."""
+    async def run(self, send: Send | None = None) -> None:
+        """Sample to the end, sending new tokens; returns when every choice is recorded."""
+        policy = self.context.policy
         try:
-            await self._sample(send)
+            stream: Any = policy.base.engine.generate(
+                self.prompt.ids, self.sampling, policy.adapter, stream=send is not None
+            )
+            async with aclosing(stream):  # an engine aborts its request when it is closed early
+                async for delta in stream:
+                    choice = self.choices[delta.sample]
+                    choice.tokens += delta.tokens
+                    choice.finish, choice.stop = delta.finish, delta.stop
+                    if send is not None:
+                        await send(choice, delta.tokens)
             await self._record(abandoned=False)
         except BaseException:
             await self._record(abandoned=True)
             raise
-
-    async def _sample(self, send: Callable[[Piece], Awaitable[None]] | None) -> None:
-        async def grow(choice: Choice, tokens: Sequence[SampledToken], *end: Any) -> None:
-            choice.add(tokens, *end)
-            if send is not None:
-                await send(Piece(choice, tokens, choice.deltas()))
-
-        policy = self.context.policy
-        stream = policy.base.engine.generate(
-            self.prompt.ids, self.sampling, policy.adapter, stream=send is not None
-        )
-        try:
-            async for delta in stream:
-                choice = self.choices[delta.sample]
-                await grow(choice, delta.tokens, delta.finish, delta.stop)
-        finally:
-            # An engine's iterator aborts its request when it is closed early.
-            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue] - Engine promises it
 
     async def _record(self, *, abandoned: bool) -> None:
         """A client that leaves meanwhile undoes nothing: the calls are recorded whole."""
@@ -197,12 +172,28 @@ class Generation:
             await self.context.state.recorder.record(self)
 
     def make_calls(self) -> tuple[list[RecordedCall], RecordedCall | None]:
-        """For the recorder, like the next."""
+        """For the recorder, like `committed`."""
         return [self._call(choice) for choice in self.choices], self.parent
 
     def committed(self, calls: Sequence[RecordedCall]) -> None:
-        self.context.history.add(self.context.policy.base, calls, self.hashed_messages)
-        self._count(calls)
+        """Later requests may continue them; counts them."""
+        policy, metrics = self.context.policy, self.context.state.metrics
+        self.context.history.add(policy.base, calls, self.hashed_messages)
+        model, abandoned = policy.model, self._abandoned
+        for reason in self.prompt.reasons:
+            metrics.turns.labels(self.prompt.outcome, reason).inc()
+        metrics.prompt_tokens.labels(model).inc(len(self.prompt.ids))
+        if (source := self._source) is not None:
+            tokens = len(source.call.prompt_ids) + len(source.call.completion_ids)
+            metrics.continued_tokens.labels(model).inc(tokens)
+        sampled = sum(len(choice.tokens) for choice in self.choices)
+        metrics.sampled_tokens.labels(model).inc(sampled)
+        for call in calls:
+            metrics.calls.labels(model, call.finish).inc()
+            metrics.malformed.labels(model).inc(bool(call.malformed) and not abandoned)
+        if abandoned:
+            metrics.abandoned.inc(len(calls))
+            say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)
 
     def _call(self, choice: Choice) -> RecordedCall:
         policy, scope, reply = self.context.policy, self.context.scope, choice.reply()
@@ -210,6 +201,10 @@ class Generation:
             zip(*choice.tokens, strict=True) if choice.tokens else repeat((), 6)
         )
         ids, logprobs, masked, exact, forced, _ = map(list, columns)
+        fields = self.request_fields
+        if fields is not None:
+            reasoning = choice.reasoning_tokens(policy.base.template.piece)
+            fields = {**fields, "reasoning_tokens": reasoning}
         return RecordedCall(
             id=choice.id,
             rollout=scope.rollout,
@@ -223,7 +218,7 @@ class Generation:
             created_at=self.created_at,
             messages=self.messages,
             tools=self.tools or None,
-            request_fields=self._recorded_fields(choice),
+            request_fields=fields,
             reply=reply.message,
             finish=reply.finish,
             outcome=self.prompt.outcome,
@@ -243,26 +238,3 @@ class Generation:
                 function=scope.function,
             ),
         )
-
-    def _recorded_fields(self, choice: Choice) -> dict[str, Any] | None:
-        if self.request_fields is None:
-            return None
-        piece = self.context.policy.base.template.piece
-        return {**self.request_fields, "reasoning_tokens": choice.reasoning_tokens(piece)}
-
-    def _count(self, calls: Sequence[RecordedCall]) -> None:
-        model, metrics = self.context.policy.model, self.context.state.metrics
-        abandoned = self._abandoned
-        for reason in self.prompt.reasons:
-            metrics.turns.labels(self.prompt.outcome, reason).inc()
-        metrics.prompt_tokens.labels(model).inc(len(self.prompt.ids))
-        if (source := self._source) is not None:
-            tokens = len(source.call.prompt_ids) + len(source.call.completion_ids)
-            metrics.continued_tokens.labels(model).inc(tokens)
-        metrics.sampled_tokens.labels(model).inc(self.num_sampled)
-        for call in calls:
-            metrics.calls.labels(model, call.finish).inc()
-            metrics.malformed.labels(model).inc(bool(call.malformed) and not abandoned)
-        if abandoned:
-            metrics.abandoned.inc(len(calls))
-            say("abandoned", level=logging.DEBUG, model=model, rollout=self.context.scope.rollout)

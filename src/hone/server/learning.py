@@ -10,6 +10,7 @@ not depend on the jobs before it.
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ from hone.server.learners import LearnerGpu, dtype_name
 from hone.server.settings import Settings
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
-from hone.store.jobs import Pin
+from hone.store.jobs import JobStore, Pin
 from hone.types import JobInfo, ModelKey, ModelSpec
 
 PROGRESS_S = 0.1
 """Shortest time between two progress events of a phase."""
-
-Tell = Callable[[dict[str, Any]], object]
 
 
 def save_first(checkpoints: Checkpoints, spec: ModelSpec, tokenizer: BaseTokenizer) -> Checkpoint:
@@ -86,16 +85,11 @@ def pin(
 def learn(
     learner: LearnerProcess,
     job: JobInfo,
-    groups: bytes,
     base: Checkpoint,
-    *,
-    tell: Tell,
+    jobs: JobStore,
     check_cancelled: Callable[[], None],
 ) -> dict[str, Any]:
-    """Train the job from its base; `check_cancelled` raises before any micro-batch to end it.
-
-    The groups are packed; this process does not unpack them.
-    """
+    """Train the job from its base; `check_cancelled` raises before any micro-batch to end it."""
     check_cancelled()
     sha256 = learner.load(base.path)
     if sha256 != base.sha256:
@@ -103,14 +97,14 @@ def learn(
             f"{base.path}: the learner read an adapter with hash {sha256[:16]}, the manifest says "
             f"{base.sha256[:16]}. Delete this checkpoint; the one before it is used then."
         )
-    progress = Progress(tell)
+    progress = Progress(partial(jobs.progress, job.id))
 
     def on_progress(at: dict[str, Any]) -> None:
         check_cancelled()
         progress.tell(at)
 
     result = learner.train(
-        groups,
+        jobs.packed_groups(job.id),
         job.config,
         job_id=job.id,
         base_step=base.step,
@@ -122,11 +116,15 @@ def learn(
     metrics = {name: value for name, value in result["metrics"].items() if math.isfinite(value)}
     if "learn/oldest_call_step" in metrics:
         metrics["learn/staleness"] = base.step - metrics["learn/oldest_call_step"]
+    notes = list(learner.info.notes) if learner.info else []
+    learned = {"metrics": metrics, "reason": result["reason"], "notes": notes}
+    jobs.emit(job.id, "learned", learned)
     return {**result, "metrics": metrics}
 
 
 def save(
     checkpoints: Checkpoints,
+    jobs: JobStore,
     learner: LearnerProcess,
     job: JobInfo,
     result: dict[str, Any],
@@ -141,7 +139,7 @@ def save(
         assert sha256 == result["sha256"], (sha256, result["sha256"])
         return sha256
 
-    return checkpoints.write(
+    checkpoint = checkpoints.write(
         key,
         job.base_step + 1,
         fill,
@@ -160,12 +158,14 @@ def save(
         learner=learner.info.model_dump(),
         hone=hone.__version__,
     )
+    jobs.emit(job.id, "saved", {"step": checkpoint.step, "sha256": checkpoint.sha256})
+    return checkpoint
 
 
 class Progress:
     """Forwards the progress of a job: each new phase, and otherwise one event per PROGRESS_S."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Callable[[dict[str, Any]], object]) -> None:
         self._tell = tell
         self._phase: str | None = None
         self._next = 0.0

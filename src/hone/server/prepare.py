@@ -31,8 +31,7 @@ from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temp
 async def prepare_chat(
     context: RequestContext, dialect_request: Request, messages: HashedMessages
 ) -> Generation:
-    request = dialect_request.chat
-    limit = context.max_length
+    request, limit = dialect_request.chat, context.max_length
     tokenizer, choice, prompt, parent = await _chat_prompt(context, request, messages, limit)
     template = tokenizer.template
     max_tokens = _max_tokens(context, len(prompt.ids), request)
@@ -41,18 +40,19 @@ async def prepare_chat(
         build = answer_constraint
         constraint = await asyncio.to_thread(build, template, choice, output, prompt.ids)
     stop = choice.stop if constraint is None else ()
-    sampling = _sampling(context, request, max_tokens, template, constraint, stop)
-    await _check_sampling(context, sampling, "tools" if output is None else output.param)
+    param = "tools" if output is None else output.param
+    sampling, index = await _sampling(
+        context, request, max_tokens, template, constraint, param, stop
+    )
     kwargs = request.chat_template_kwargs or {}
     ignored = [f"chat_template_kwargs.{key}" for key in template.ignored_kwargs if key in kwargs]
     ignored += ["tools.strict"] if choice.ignores_strict else []
-    index = context.history.next_index()
     return Generation(
         context=context,
         prompt=prompt,
         parent=parent,
         index=index,
-        sampling=_seeded(context, sampling, index),
+        sampling=sampling,
         make_parser=lambda call: template.parser(
             prompt_ids=prompt.ids, tools=choice.tools, stop=request.stop, seed=call
         ),
@@ -71,14 +71,15 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
     max_tokens = _max_tokens(context, len(prompt.ids), request)
     output = request.output_format
     constraint = None if output is None else await asyncio.to_thread(plain_constraint, output)
-    sampling = _sampling(context, request, max_tokens, base.template, constraint)
-    await _check_sampling(context, sampling, "" if output is None else output.param)
-    index = context.history.next_index()
+    param = "" if output is None else output.param
+    sampling, index = await _sampling(
+        context, request, max_tokens, base.template, constraint, param
+    )
     return Generation(
         context=context,
         prompt=prompt,
         index=index,
-        sampling=_seeded(context, sampling, index),
+        sampling=sampling,
         make_parser=lambda call: StreamParser(
             base.template.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
         ),
@@ -159,19 +160,27 @@ def _max_tokens(
     return requested or min(limit - prompt, settings.max_tokens or limit)
 
 
-def _sampling(
+async def _sampling(
     context: RequestContext,
     request: ChatRequest | CompletionRequest,
     max_tokens: int,
     template: ChatTemplate,
     constraint: Constraint | None,
+    param: str,
     stop: tuple[str, ...] = (),
-) -> Sampling:
+) -> tuple[Sampling, int]:
+    """The settings of a request, which the engine accepts, and its index in the rollout.
+
+    `param` is the key that the constraint came from. Inside a rollout the server's own seed is used,
+    or none where seeds do not repeat answers: vLLM draws for requests with a seed one by one, which
+    costs it a tenth of its speed.
+    """
+    engine, rollout = context.policy.base.engine, context.scope.rollout
     temperature = request.sampling_temperature
     if context.scope.temperature is not None:
         temperature = effective_temperature(context.scope.temperature)
     penalty = request.repetition_penalty
-    return Sampling(
+    sampling = Sampling(
         n=request.n or 1,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -188,27 +197,15 @@ def _sampling(
         logit_bias=tuple(sorted(request.logit_bias.items())),
         constraint=constraint,
     )
-
-
-async def _check_sampling(context: RequestContext, sampling: Sampling, param: str) -> None:
-    """Let the engine refuse the settings; `param` is the key that the constraint came from."""
     try:
-        await context.policy.base.engine.check(sampling)
+        await engine.check(sampling)
     except GrammarError as error:
         raise BadRequest(f"{param}: {error}", param=param) from None
-
-
-def _seeded(context: RequestContext, sampling: Sampling, index: int) -> Sampling:
-    """Inside a rollout the server's own seed is used, or none where seeds do not repeat answers.
-
-    vLLM draws for requests with a seed one by one, which costs it a tenth of its speed.
-    """
-    rollout = context.scope.rollout
-    if not rollout:
-        return sampling
-    repeatable = context.policy.base.engine.repeatable
-    seed = request_seed(context.run, rollout, index) if repeatable else None
-    return replace(sampling, seed=seed)
+    index = context.history.next_index()
+    if rollout:
+        seed = request_seed(context.run, rollout, index) if engine.repeatable else None
+        sampling = replace(sampling, seed=seed)
+    return sampling, index
 
 
 def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:

@@ -14,7 +14,8 @@ HTTP status. After it, an error becomes an event, and the stream ends without it
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -28,7 +29,7 @@ from hone.inference.base import SampledToken
 from hone.logs import log
 from hone.server.bodies import PlainRoute, accept_large_body
 from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
-from hone.server.generation import Generation, Piece, RequestContext, Size
+from hone.server.generation import Choice, Generation, RequestContext, Size
 from hone.server.prepare import (
     count_prompt_tokens,
     prepare_chat,
@@ -76,9 +77,14 @@ def add_dialect(
     """
 
     async def endpoint(request: Request) -> Response:
+        scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
+        parsed, messages, size = await _read_body(state, request, dialect, resume)
+        admission = admitted(state, dialect, parsed.model, scope, size=size)
         if count is None:
-            return await respond(state, request, dialect, resume)
-        return JSONResponse(count(await _count_tokens(state, request, dialect, resume)))
+            return UntilDisconnect(partial(_respond, state, dialect, parsed, messages, admission))
+        assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
+        async with admission as context:
+            return JSONResponse(count(await count_prompt_tokens(context, parsed.chat, messages)))
 
     body = {"required": True, "content": {"application/json": {"schema": dialect.schema}}}
     for prefix in ("", IN_ROLLOUT):
@@ -92,43 +98,6 @@ def add_dialect(
             include_in_schema=not prefix,
             route_class_override=PlainRoute,
         )
-
-
-async def respond(
-    state: State, request: Request, dialect: Dialect, resume: Resume | None
-) -> Response:
-    """Answer a request of this dialect."""
-    rollout = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, size = await _read_body(state, request, dialect, resume)
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        out = EventStream(send, named=dialect.named_events)
-        try:
-            response = await _answer(state, dialect, parsed, messages, rollout, out, size=size)
-        except Exception as error:
-            if out.writer is None:
-                raise
-            fields = {"path": request.url.path}
-            log.error("a stream failed", exc_info=error, extra={"fields": fields})
-            await out.send(*out.writer.error(*error_response(error, state.settings.log_file)))
-            await out.end()
-            return
-        if response is not None:
-            body = write_json(response)
-            await Response(body, media_type="application/json")(scope, receive, send)
-
-    return UntilDisconnect(answer)
-
-
-async def _count_tokens(
-    state: State, request: Request, dialect: Dialect, resume: Resume | None
-) -> int:
-    """The length of the prompt that a request would have. Nothing is sampled or recorded."""
-    scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
-    parsed, messages, size = await _read_body(state, request, dialect, resume)
-    assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
-    async with admitted(state, dialect, parsed.model, scope, size=size) as context:
-        return await count_prompt_tokens(context, parsed.chat, messages)
 
 
 async def _read_body(
@@ -182,18 +151,17 @@ async def admitted(
             )
 
 
-async def _answer(
+async def _respond(
     state: State,
     dialect: Dialect,
     request: ParsedRequest,
     messages: HashedMessages | None,
-    scope: RolloutScope,
-    out: "EventStream",
-    *,
-    size: Size,
-) -> dict[str, Any] | None:
-    """The response, or None where it was streamed."""
-    async with admitted(state, dialect, request.model, scope, size=size) as context:
+    admission: AbstractAsyncContextManager[RequestContext],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    async with admission as context:
         if isinstance(request, CompletionRequest):
             sampling = request
             generation = await prepare_completion(context, request)
@@ -205,10 +173,12 @@ async def _answer(
         logprobs = _LogprobWriter(context, sampling) if wanted else None
         writer = dialect.writer(request, _head(generation))
         if request.stream:
-            await _stream(generation, writer, logprobs, out)
-            return None
+            out = EventStream(send, named=dialect.named_events)
+            await _stream(generation, writer, logprobs, out, path=scope["path"])
+            return
         await generation.run()
-        return writer.whole(_finished(generation, logprobs))
+        response = write_json(writer.whole(_finished(generation, logprobs)))
+    await Response(response, media_type="application/json")(scope, receive, send)
 
 
 async def _stream(
@@ -216,19 +186,28 @@ async def _stream(
     writer: AnswerWriter,
     logprobs: "_LogprobWriter | None",
     out: "EventStream",
+    *,
+    path: str,
 ) -> None:
     """Generate, sending events; the last ones follow when every choice is recorded."""
 
-    async def send(piece: Piece) -> None:
-        entries = None if logprobs is None else logprobs.write(piece.tokens)
-        delta = AnswerDelta(index=piece.choice.index, deltas=piece.deltas, logprobs=entries)
+    async def send(choice: Choice, tokens: Sequence[SampledToken]) -> None:
+        entries = None if logprobs is None else logprobs.write(tokens)
+        delta = AnswerDelta(index=choice.index, deltas=choice.deltas(), logprobs=entries)
         if events := writer.delta(delta):
-            out.writer = writer
             await out.send(*events)
 
-    await generation.run(send)
-    # Their log-probabilities were sent; a response that repeats them takes them from its writer.
-    await out.send(*writer.end(_finished(generation, None)))
+    try:
+        await generation.run(send)
+        # Their log-probabilities were sent; a response that repeats them takes them from its writer.
+        last = writer.end(_finished(generation, None))
+    except Exception as error:
+        if not out.started:
+            raise
+        log.error("a stream failed", exc_info=error, extra={"fields": {"path": path}})
+        log_file = generation.context.state.settings.log_file
+        last = writer.error(*error_response(error, log_file))
+    await out.send(*last)
     await out.end()
 
 
@@ -332,13 +311,11 @@ class EventStream:
         """`named`: each event is named by its `type`."""
         self._send = send
         self._named = named
-        self._started = False
-        self.writer: AnswerWriter | None = None
-        """Wrote the events that were sent; None before the first."""
+        self.started = False
 
     async def send(self, *events: Event) -> None:
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
             await self._send(start)
         body = b"".join(write_event(event, named=self._named) for event in events)

@@ -120,7 +120,7 @@ async def _serve(
     fresh_key: str | None,
     echo: Callable[[str], None],
 ) -> None:
-    state = State.open(settings, around_open=without_gc_pauses)
+    state = State(settings, around_open=without_gc_pauses)
     choice = state.serving.choice
     if settings.engine == "vllm":  # what is missing is refused now rather than at first use
         say("engine", engine=choice.describe())

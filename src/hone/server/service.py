@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from hone.errors import Cancelled, LearnerDied, NotProved, OutOfMemory, StorageError
@@ -38,7 +39,7 @@ from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
 from hone.store.jobs import JobStore
 from hone.store.models import ModelRecord, ModelStore
-from hone.types import JobInfo, ModelKey
+from hone.types import JobInfo
 
 FAILPOINTS = (
     "job/before-learn",
@@ -291,7 +292,8 @@ class TrainingService:
             async with self._serving_paused(job.base_model) as held:
                 await loading.aclose()  # pauses are counted: this one goes on
                 try:
-                    result = await asyncio.to_thread(self._learn, learner, job, newest)
+                    task = (learning.learn, learner, job, newest, self._jobs)
+                    result = await asyncio.to_thread(*task, partial(self._check_cancelled, job))
                 finally:
                     # Before vLLM wakes: it needs the memory.
                     await asyncio.to_thread(self._release, learner, job.base_model)
@@ -301,7 +303,8 @@ class TrainingService:
                 return None, result
             # While the step is saved: requests that wait for it wait for half of the proof only.
             self._probe_before(job, base, record, newest, result["movement"])
-            checkpoint = await asyncio.to_thread(self._save, learner, job, base, record.key, result)
+            step = (self._checkpoints, self._jobs, learner, job, result, base, record.key)
+            checkpoint = await asyncio.to_thread(learning.save, *step)
             failpoint("job/after-save")
             return checkpoint, result
 
@@ -322,20 +325,6 @@ class TrainingService:
             yield held
         held["serve/held_s"] = time.monotonic() - started
 
-    def _learn(self, learner: LearnerProcess, job: JobInfo, base: Checkpoint) -> dict[str, Any]:
-        result = learning.learn(
-            learner,
-            job,
-            self._jobs.packed_groups(job.id),
-            base,
-            tell=lambda at: self._jobs.progress(job.id, at),
-            check_cancelled=lambda: self._check_cancelled(job),
-        )
-        notes = list(learner.info.notes) if learner.info else []
-        learned = {"metrics": result["metrics"], "reason": result["reason"], "notes": notes}
-        self._jobs.emit(job.id, "learned", learned)
-        return result
-
     def _release(self, learner: LearnerProcess, base_model: str) -> None:
         """Free the learner's share of a GPU that it shares with vLLM, as planned."""
         card = self._serving.choice.card(base_model)
@@ -352,14 +341,6 @@ class TrainingService:
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or self._jobs.is_cancelling(job.id):
             raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
-
-    def _save(
-        self, learner: LearnerProcess, job: JobInfo, base: Base, key: ModelKey, result: Any
-    ) -> Checkpoint:
-        checkpoint = learning.save(self._checkpoints, learner, job, result, base, key)
-        saved = {"step": checkpoint.step, "sha256": checkpoint.sha256}
-        self._jobs.emit(job.id, "saved", saved)
-        return checkpoint
 
     def _probe_before(
         self,

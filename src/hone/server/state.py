@@ -10,8 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Self
 
 from hone.learner.worker import LearnerProcess
 from hone.logs import say
@@ -43,70 +41,45 @@ DRAIN_S = 5.0
 """Seconds that requests cut off by a stop have to be recorded."""
 
 
-@dataclass(slots=True)
 class State:
-    """Everything one server holds."""
+    """Everything one server holds. Opens or makes what is under `settings.root`; loads no model."""
 
-    settings: Settings
-    store: Store
-    models: ModelStore
-    jobs: JobStore
-    calls: CallStore
-    checkpoints: Checkpoints
-    serving: Serving
-    service: TrainingService
-    metrics: Metrics
-    workers: WorkerPool
-    """Processes that read large request bodies."""
-    bodies: BodyBudget
-    recorder: Recorder
-    conversations: Conversations = field(default_factory=Conversations)
-    pruner: Part = field(default_factory=lambda: Part("pruner"))
-    logs: Part = field(default_factory=lambda: Part("logs"))
-    started_at: float = field(default_factory=time.time)
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         settings: Settings,
         *,
         open_engine: OpenEngine | None = None,
         around_open: Callable[[OpenEngine], OpenEngine] = lambda open_engine: open_engine,
         start_learner: StartLearner = LearnerProcess.launch,
-    ) -> Self:
-        """Open or make the state under `settings.root`; loads no model."""
+    ) -> None:
         make_root(settings.root)
+        self.settings = settings
+        self.started_at = time.time()
         schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
-        store = Store(settings.root / "state.sqlite", schemas=schemas)
-        model_store, call_store = ModelStore(store), CallStore(store)
-        job_store = JobStore(store, keep_progress=settings.keep_progress)
-        checkpoints, metrics = Checkpoints(settings.root), Metrics()
-        serving = Serving(model_store, checkpoints, settings, open_engine, around_open)
-        service = TrainingService(
-            jobs=job_store,
-            models=model_store,
-            checkpoints=checkpoints,
-            serving=serving,
+        self.store = Store(settings.root / "state.sqlite", schemas=schemas)
+        self.models, self.calls = ModelStore(self.store), CallStore(self.store)
+        self.jobs = JobStore(self.store, keep_progress=settings.keep_progress)
+        self.checkpoints = Checkpoints(settings.root)
+        self.metrics = Metrics()
+        self.serving = Serving(self.models, self.checkpoints, settings, open_engine, around_open)
+        self.service = TrainingService(
+            jobs=self.jobs,
+            models=self.models,
+            checkpoints=self.checkpoints,
+            serving=self.serving,
             settings=settings,
-            metrics=metrics,
+            metrics=self.metrics,
             start_learner=start_learner,
         )
-        Renames(store, model_store, job_store, call_store, checkpoints).finish()
-        return cls(
-            settings=settings,
-            store=store,
-            models=model_store,
-            jobs=job_store,
-            calls=call_store,
-            checkpoints=checkpoints,
-            serving=serving,
-            service=service,
-            metrics=metrics,
-            # No project can have a name that begins with a dot.
-            workers=WorkerPool(settings.body_processes, directory=settings.root / ".bodies"),
-            bodies=BodyBudget(settings.max_bodies_bytes),
-            recorder=Recorder(call_store),
-        )
+        self.renames = Renames(self.store, self.models, self.jobs, self.calls, self.checkpoints)
+        self.renames.finish()
+        # No project can have a name that begins with a dot.
+        self.workers = WorkerPool(settings.body_processes, directory=settings.root / ".bodies")
+        """Processes that read large request bodies."""
+        self.bodies = BodyBudget(settings.max_bodies_bytes)
+        self.recorder = Recorder(self.calls)
+        self.conversations = Conversations()
+        self.pruner, self.logs = Part("pruner"), Part("logs")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

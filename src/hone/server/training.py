@@ -30,7 +30,6 @@ from hone.server.submit import reading, submit
 from hone.server.tokens import TokenPage
 from hone.store.checkpoints import Checkpoint
 from hone.store.models import ModelRecord
-from hone.store.rename import Renames
 from hone.trajectory import JobRequest
 from hone.types import (
     CheckpointInfo,
@@ -121,8 +120,7 @@ def _model_routes(state: State, router: APIRouter) -> None:
     def rename_model(project: Name, name: Name, body: RenameRequest, request: Request) -> ModelInfo:
         """Give it another name, with its steps, history, jobs and runs; the old one is free then."""
         key, new = ModelKey(project, name), ModelKey(project, body.to)
-        renames = Renames(state.store, state.models, state.jobs, state.calls, state.checkpoints)
-        if renames.rename(key, new):
+        if state.renames.rename(key, new):
             state.serving.rename(key, new)
         return _info(state, state.models.get(new), request)
 
