@@ -7,7 +7,7 @@ from typing import Any
 
 import jiter
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hone.wire import anthropic_blocks
@@ -106,6 +106,7 @@ CUTS = st.lists(st.integers(0, 80), max_size=6)
     garbage=st.sampled_from(["", "}", "]", "x", '"', "\n", "\\", ",", "NaN", "\\ud83d", "1e999"]),
     cuts=CUTS,
 )
+@example(value={"a": True}, ascii=True, keep=11, garbage="x", cuts=[11])  # a word is sent whole
 def test_every_streamed_call_is_json_and_goes_back_as_it_was_sampled(
     value: dict[str, Any], ascii: bool, keep: int | None, garbage: str, cuts: list[int]
 ):

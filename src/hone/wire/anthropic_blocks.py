@@ -12,7 +12,9 @@ INVALID_JSON, as Anthropic's documentation advises: a client could not read them
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from contextlib import suppress
+from itertools import groupby, product
+from string import ascii_letters, digits
 from typing import Any
 
 from pydantic_core import from_json
@@ -259,20 +261,14 @@ class _Arguments:
     """
 
     def __init__(self) -> None:
-        self._waiting = ""
-        """Not read yet."""
         self._text = ""
-        """What was read."""
-        self._sent = ""
-        self._brackets: list[str] = []
-        """Those that close what is open."""
+        self._sent = 0
+        """Characters of the text that were sent."""
+        self._checked = 0
+        """Characters of the text when it was last checked."""
+        self._open = "", ""
+        """The quote and the inner brackets that close what was sent."""
         self._in_string = False
-        self._held = ""
-        """An escape sequence, a number or a word that may not be complete; it is not sent."""
-        self._structure_read = False
-        """The last piece had characters outside strings, where more can be wrong than inside."""
-        self._ended = False
-        """No more is sent before the end."""
 
     def add(self, text: str) -> str:
         """What can be sent now.
@@ -280,96 +276,72 @@ class _Arguments:
         Whatever is outside a string is checked together with all that was sent. So it waits until
         there is enough of it for the checks of a long call to take linear time.
         """
-        inside = self._in_string and not self._waiting and '"' not in text
-        self._waiting += text
-        if not inside and 8 * len(self._waiting) < len(self._sent):
-            return ""
-        return self._add_waiting()
+        self._text += text
+        start = self._sent
+        if self._in_string and (characters := _CHARACTERS.match(self._text, start)):
+            self._sent = characters.end()
+            # A backslash begins an escape sequence that may not be complete.
+            self._in_string = self._text[self._sent : self._sent + 1] in ("", "\\")
+        if not self._in_string and 8 * (len(self._text) - self._checked) >= self._checked:
+            self._check()
+        return self._text[start : self._sent]
 
     def end(self) -> str:
         """The rest, after which everything sent is a JSON object."""
-        return self._add_waiting() + self._rest()
-
-    def _add_waiting(self) -> str:
-        text, self._waiting = self._waiting, ""
-        before, state = len(self._text), ([*self._brackets], self._in_string)
-        self._text += text
-        if self._ended:
-            return ""
-        self._structure_read = False
-        end = before + self._read(text) - len(self._held)
-        sent, self._sent = self._sent, self._text[:end]
-        if self._structure_read and sent != self._sent and self._closing("null") is None:
-            self._ended, (self._brackets, self._in_string) = True, state
-            self._sent = sent
-        return self._sent[len(sent) :]
-
-    def _rest(self) -> str:
         if not self._text or _object(self._text) is not None:
-            return self._text[len(self._sent) :]
+            return self._text[self._sent :]
         if not self._sent:
             return json.dumps({INVALID_JSON: self._text})
-        closing = self._closing(json.dumps(self._text))
-        assert closing is not None, self._sent
+        sent, invalid = self._text[: self._sent], json.dumps(self._text)
+        closing = _closing(sent, self._open, invalid)
+        assert closing is not None, sent
         return closing
 
-    def _read(self, text: str) -> int:
-        """How many characters come before the one that closes the object, or does not fit."""
-        for at, character in enumerate(text):
-            fits = self._in_text(character) if self._in_string else self._outside(character)
-            if not fits:
-                self._ended = True
-                return at
-        return len(text)
+    def _check(self) -> None:
+        self._checked = len(self._text)
+        text, opened = _read_partial(self._text)
+        if _closing(text, opened, "null") is not None:
+            self._sent, self._open, self._in_string = len(text), opened, bool(opened[0])
 
-    def _in_text(self, character: str) -> bool:
-        escape = self._held + character
-        if not self._held and character != "\\":
-            self._in_string = character != '"'
-            return character >= " "
-        if _ESCAPE.fullmatch(escape):
-            self._held = ""
-        elif any(_ESCAPE.fullmatch(escape + one[len(escape) :]) for one in _ESCAPES):
-            self._held = escape
-        else:
-            return False
-        return True
 
-    def _outside(self, character: str) -> bool:
-        self._structure_read = True
-        if not self._brackets and character != "{":
-            return False
-        if character in "}]":
+def _read_partial(text: str) -> tuple[str, tuple[str, str]]:
+    """As much of an object as can be sent, and the quote and the inner brackets that close it."""
+    brackets = ""
+    for token in _TOKEN.finditer(text):
+        if token[1] == "":
+            return text[: token.end()], ('"', brackets[:-1])
+        if token[0] in _CLOSE:
+            brackets = _CLOSE[token[0]] + brackets
+        elif token[0] in "}]":
             # The last brace is sent when the text is known to be JSON.
-            if len(self._brackets) == 1 or self._brackets[-1] != character:
-                return False
-            self._brackets.pop()
-        elif character in "{[":
-            self._brackets.append("}" if character == "{" else "]")
-        self._held = self._held + character if character.isalnum() or character in "+-." else ""
-        self._in_string = character == '"'
-        return True
-
-    def _closing(self, invalid: str) -> str | None:
-        """Completes what was sent, with this JSON under INVALID_JSON; None if nothing can."""
-        quote, inner = '"' if self._in_string else "", "".join(reversed(self._brackets[1:]))
-        for rest in _RESTS:
-            for comma in (", ", ""):
-                closing = f'{quote}{rest}{inner}{comma}"{INVALID_JSON}": {invalid}}}'
-                try:
-                    from_json(self._sent + closing, allow_inf_nan=False)
-                except ValueError:
-                    continue
-                return closing
-        return None
+            if len(brackets) == 1:
+                return text[: token.start()], ("", "")
+            brackets = brackets[1:]
+    return text.rstrip(_WORD), ("", brackets[:-1])
 
 
-_ESCAPE = re.compile(
-    r"""\\(["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
+def _closing(sent: str, opened: tuple[str, str], invalid: str) -> str | None:
+    """Completes what was sent, with this JSON under INVALID_JSON; None if nothing can."""
+    quote, brackets = opened
+    for rest, comma in product(_RESTS, (", ", "")):
+        closing = f'{quote}{rest}{brackets}{comma}"{INVALID_JSON}": {invalid}}}'
+        with suppress(ValueError):
+            from_json(sent + closing, allow_inf_nan=False)
+            return closing
+    return None
+
+
+_ESCAPE = (
+    r"""\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
     r"""|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"""
 )
-_ESCAPES = (r"\n", r"\u0000", r"\ud800\udc00")
-"""One of each length: what is the beginning of none of them can become no escape sequence."""
+_CHARACTERS = re.compile(rf"""[^"\\\x00-\x1f]*(?:{_ESCAPE}[^"\\\x00-\x1f]*)*""")
+"""Inside a string, up to its end or to the first that is incomplete or does not belong there."""
+_TOKEN = re.compile(rf"""[{{}}\[\]]|"{_CHARACTERS.pattern}("?)""")
+"""A bracket or a string; the group is empty if the string has no end."""
+_CLOSE = {"{": "}", "[": "]"}
+_WORD = ascii_letters + digits + "+-."
+"""Characters of a number or a word, which may not be complete."""
 _RESTS = ("", "null", ":null", '"":null')
 """What completes a key or a value that was cut off."""
 
