@@ -7,7 +7,7 @@ import pytest
 
 from hone.errors import BadRequest
 from hone.wire.anthropic_blocks import BILLING
-from hone.wire.anthropic_messages import IGNORED, MessagesRequest
+from hone.wire.anthropic_messages import IGNORED, CountRequest, MessagesRequest
 
 ASK: dict[str, Any] = {
     "model": "m",
@@ -314,4 +314,4 @@ def test_a_wrong_message_is_named(sent: Any, param: str, says: str):
 
 def test_counting_needs_no_max_tokens():
     body = {"model": "m", "messages": ASK["messages"]}
-    assert MessagesRequest.parse(body, counting=True).chat.limit is None
+    assert CountRequest.parse(body).chat.limit is None

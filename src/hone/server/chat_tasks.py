@@ -16,7 +16,7 @@ from hone.chat.messages import check_messages
 from hone.errors import BadRequest
 from hone.server.tokenizer import BaseTokenizer
 from hone.wire.base import Request
-from hone.wire.openai_chat import CompletionRequest, read_json
+from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
 
 ParsedRequest = Request | CompletionRequest
 
@@ -53,10 +53,15 @@ def read_request(
             code="context_length_exceeded",
         )
     request = parse(read_json(body))
-    answers = (request if isinstance(request, CompletionRequest) else request.chat).n or 1
+    answers = sampling_request(request).n or 1
     if answers > max_n:
         raise BadRequest(f"n: {answers} answers; this server gives at most {max_n}", param="n")
     return request, hashed_messages(request)
+
+
+def sampling_request(request: ParsedRequest) -> ChatRequest | CompletionRequest:
+    """The request as the OpenAI API has it."""
+    return request if isinstance(request, CompletionRequest) else request.chat
 
 
 def hashed_messages(request: ParsedRequest) -> HashedMessages | None:

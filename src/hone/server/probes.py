@@ -18,6 +18,7 @@ import hone
 from hone.errors import BadRequest
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer
+from hone.wire.openai_chat import read_json
 from hone.wire.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -50,7 +51,7 @@ def routes(state: State) -> APIRouter:
     @router.post("/tokenize", openapi_extra=_body(TokenizeRequest))
     async def tokenize(request: Request) -> TokenizeResponse:
         """The token ids of a prompt, or of a chat as its template renders it."""
-        body = TokenizeRequest.parse(await request.body())
+        body = TokenizeRequest.parse(read_json(await request.body()))
         tokenizer = await _tokenizer(state, body.model)
         limit = min(tokenizer.max_positions, state.settings.max_seq_length)
         tokens = await asyncio.to_thread(_encode, tokenizer, body)
@@ -64,7 +65,7 @@ def routes(state: State) -> APIRouter:
     @router.post("/detokenize", openapi_extra=_body(DetokenizeRequest))
     async def detokenize(request: Request) -> DetokenizeResponse:
         """The text of token ids, special tokens included."""
-        body = DetokenizeRequest.parse(await request.body())
+        body = DetokenizeRequest.parse(read_json(await request.body()))
         tokenizer = await _tokenizer(state, body.model)
         text = await asyncio.to_thread(_decode, tokenizer, body.tokens)
         return DetokenizeResponse(prompt=text)

@@ -28,7 +28,12 @@ from hone.errors import HoneError
 from hone.inference.base import SampledToken
 from hone.logs import log
 from hone.server.bodies import PlainRoute, accept_large_body
-from hone.server.chat_tasks import ParsedRequest, hashed_messages, read_request
+from hone.server.chat_tasks import (
+    ParsedRequest,
+    hashed_messages,
+    read_request,
+    sampling_request,
+)
 from hone.server.generation import Choice, Generation, RequestContext, Size
 from hone.server.prepare import (
     count_prompt_tokens,
@@ -79,7 +84,8 @@ def add_dialect(
     async def endpoint(request: Request) -> Response:
         scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
         parsed, messages, size = await _read_body(state, request, dialect, resume)
-        admission = admitted(state, dialect, parsed.model, scope, size=size)
+        model = sampling_request(parsed).model
+        admission = admitted(state, dialect, model, scope, size=size)
         if count is None:
             return UntilDisconnect(partial(_respond, state, dialect, parsed, messages, admission))
         assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
@@ -163,16 +169,15 @@ async def _respond(
 ) -> None:
     async with admission as context:
         if isinstance(request, CompletionRequest):
-            sampling = request
             generation = await prepare_completion(context, request)
         else:
             assert messages is not None
-            sampling = request.chat
             generation = await prepare_chat(context, request, messages)
+        sampling = sampling_request(request)
         wanted = wants_logprobs(context, sampling)
         logprobs = _LogprobWriter(context, sampling) if wanted else None
         writer = dialect.writer(request, _head(generation))
-        if request.stream:
+        if sampling.stream:
             out = EventStream(send, named=dialect.named_events)
             await _stream(generation, writer, logprobs, out, path=scope["path"])
             return

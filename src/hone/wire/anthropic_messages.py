@@ -2,8 +2,6 @@
 
 In:   the body of /v1/messages or /v1/messages/count_tokens
 Out:  MessagesRequest, and the same request as a ChatRequest; BadRequest names the first wrong key
-
-Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
 """
 
 from collections.abc import Mapping
@@ -22,8 +20,9 @@ from pydantic import (
 
 from hone.errors import BadRequest
 from hone.wire.anthropic_blocks import chat_messages
-from hone.wire.errors import bad_request, brief
+from hone.wire.errors import brief
 from hone.wire.openai_chat import ChatRequest
+from hone.wire.request_body import GenerationBody, Refused
 
 IGNORED = {
     "metadata": "names the end user; there are no accounts here",
@@ -43,15 +42,14 @@ The same holds for `effort` in `output_config`, `budget_tokens` in `thinking`, a
 block or a tool that is not read, such as `citations` or `eager_input_streaming`.
 """
 
-_REFUSED = {
-    "container": "there is no code execution",
-    "mcp_servers": "call MCP servers in the agent, and send their tools as tools",
-    "fallbacks": "name one model",
-    "fallback_credit_token": "there are no accounts here",
-    "compaction": "shorten the messages in the agent",
-    "thread": "send all messages of the conversation",
+_REFUSED: Refused = {
+    "container": ("there is no code execution",),
+    "mcp_servers": ("call MCP servers in the agent, and send their tools as tools",),
+    "fallbacks": ("name one model",),
+    "fallback_credit_token": ("there are no accounts here",),
+    "compaction": ("shorten the messages in the agent",),
+    "thread": ("send all messages of the conversation",),
 }
-"""Keys that are not in this version, and what to do instead."""
 
 _CHAT_KEYS = {
     "stop": "stop_sequences",
@@ -126,26 +124,20 @@ class _FittedRequest(ChatRequest):
     fitted: ClassVar[bool] = True
 
 
-class MessagesRequest(BaseModel):
-    """Body of POST /v1/messages."""
+class CountRequest(GenerationBody):
+    """Body of POST /v1/messages/count_tokens."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
+    kind = "a message"
+    ignored = IGNORED
+    refused = _REFUSED
 
-    model: str = Field(min_length=1, max_length=512)
-    """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""
     messages: list[Any] = Field(min_length=1)
     """The conversation so far, as text or as content blocks; it ends with the user's."""
     system: str | list[Any] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    """Required, except by count_tokens. What does not fit into the context is cut off."""
+    """What does not fit into the context is cut off."""
     stop_sequences: list[_Stop] = Field(default=[], max_length=16)
     """Up to 16 strings that end the answer."""
-    stream: bool | None = None
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    """0 is greedy: the call is recorded at temperature 0, as context that is never trained on."""
-    top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     """0 and -1 keep every token."""
     tools: list[Tool] | None = None
@@ -157,33 +149,10 @@ class MessagesRequest(BaseModel):
     """The older place of output_config.format."""
 
     @classmethod
-    def parse(cls, body: dict[str, Any], *, counting: bool = False) -> Self:
-        """The request; raises BadRequest naming the first key that is wrong."""
-        # Clients write null for a key they leave out.
-        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
-        for key in sent:
-            if key in _REFUSED:
-                raise BadRequest(
-                    f"{key}: not in this version; {_REFUSED[key]}",
-                    param=key,
-                    code="unsupported_parameter",
-                )
-        try:
-            request = cls.model_validate(sent)
-        except ValidationError as error:
-            known = [*cls.model_fields, *IGNORED]
-            raise bad_request(error, "a message", known) from None
-        if request.max_tokens is None and not counting:
-            raise BadRequest(
-                "max_tokens: missing; a message needs it",
-                param="max_tokens",
-                code="missing_parameter",
-            )
+    def parse(cls, body: dict[str, Any]) -> Self:
+        request = super().parse(body)
         request.chat  # noqa: B018 - checks what is left to check
         return request
-
-    def request_fields(self, not_applicable: list[str]) -> None:
-        return None
 
     @cached_property
     def chat(self) -> ChatRequest:
@@ -222,6 +191,12 @@ class MessagesRequest(BaseModel):
             raise BadRequest(text, param=ours, code=error.code) from None
 
 
+class MessagesRequest(CountRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int | None = Field(ge=1)
+
+
 def read_request(
     body: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]] | None, list[Any] | None]:
@@ -240,9 +215,9 @@ def read_request(
     return lists[0], lists[1] or None
 
 
-def request_schema(*required: str) -> dict[str, Any]:
-    """The JSON schema of the body, with these keys required besides model and messages."""
-    schema = MessagesRequest.model_json_schema()
+def request_schema(body: type[CountRequest]) -> dict[str, Any]:
+    """The JSON schema of a body."""
+    schema = body.model_json_schema()
     parts = {f"#/$defs/{name}": part for name, part in schema.pop("$defs").items()}
 
     def inline(value: Any) -> Any:
@@ -252,7 +227,7 @@ def request_schema(*required: str) -> dict[str, Any]:
             return {key: inline(item) for key, item in value.items()}
         return [inline(item) for item in value] if isinstance(value, list) else value
 
-    return inline(schema) | {"required": [*schema["required"], *required]}
+    return inline(schema)
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:

@@ -10,11 +10,10 @@ three come with `message_start`, so that clients keep them in the message they p
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hone.wire.anthropic_blocks import BlockWriter, arguments_text, message_blocks
-from hone.wire.anthropic_messages import MessagesRequest, request_schema
+from hone.wire.anthropic_messages import CountRequest, MessagesRequest, request_schema
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import assistant_message, tool_call, usage
@@ -142,7 +141,7 @@ class MessageWriter:
 MESSAGES = Dialect(
     path="/v1/messages",
     prompt_key="messages",
-    schema=request_schema("max_tokens"),
+    schema=request_schema(MessagesRequest),
     parse=MessagesRequest.parse,
     writer=MessageWriter,
     named_events=True,
@@ -151,8 +150,8 @@ MESSAGES = Dialect(
 COUNT = replace(
     MESSAGES,
     path="/v1/messages/count_tokens",
-    schema=request_schema(),
-    parse=partial(MessagesRequest.parse, counting=True),
+    schema=request_schema(CountRequest),
+    parse=CountRequest.parse,
 )
 """Requests for the number of tokens of a prompt."""
 

@@ -23,12 +23,6 @@ class Request(Protocol):
     """A checked request of any dialect."""
 
     @property
-    def model(self) -> str: ...
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    @property
     def chat(self) -> ChatRequest:
         """The same request as a chat completion."""
         ...

@@ -3,11 +3,10 @@
 In:   the body of /v1/chat/completions or /v1/completions
 Out:  ChatRequest or CompletionRequest; BadRequest names the first wrong key
 
-Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing.
-Keys that are known and not supported yet pass only with the value that asks for nothing.
+IGNORED lists the keys that change nothing, _REFUSED those that are not in this version, with the
+reason for each.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -15,19 +14,18 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StringConstraints,
     TypeAdapter,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
 
 from hone.errors import BadRequest
-from hone.wire.errors import bad_request, brief
+from hone.wire.errors import brief
 from hone.wire.json import load_object
 from hone.wire.output_format import VLLM_KEYS, OutputFormat, output_format
+from hone.wire.request_body import GenerationBody, Refused
 
 IGNORED = {
     "user": "names the end user; there are no accounts here",
@@ -38,28 +36,18 @@ IGNORED = {
     "safety_identifier": "names the end user; there are no accounts here",
     "return_token_ids": "vLLM's key; the ids are always returned",
 }
-"""Keys that many clients send, accepted with any value, and why they change nothing."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "extra_body": (),
-}
-"""Keys that are not in this version, each with the values besides null that request nothing."""
-
-_INSTEAD = {
-    "functions": "send tools instead",
-    "function_call": "send tool_choice instead",
-    "best_of": "send n instead",
-    "echo": "the prompt's ids are returned as prompt_token_ids",
-    "extra_body": "its keys belong at the top level of the request",
+_REFUSED: Refused = {
+    "modalities": ('leave it out, or send ["text"]', ["text"]),
+    "audio": ("leave it out",),
+    "prediction": ("leave it out",),
+    "web_search_options": ("leave it out",),
+    "functions": ("send tools instead",),
+    "function_call": ("send tool_choice instead",),
+    "best_of": ("send n instead", 1),
+    "echo": ("the prompt's ids are returned as prompt_token_ids", False),
+    "suffix": ('leave it out, or send ""', ""),
+    "extra_body": ("its keys belong at the top level of the request",),
 }
 
 GREEDY_BELOW = 1e-3
@@ -94,26 +82,17 @@ _LogitBias = Annotated[
 ]
 
 
-class _Request(BaseModel):
+class _Request(GenerationBody):
     """The fields of both kinds of request."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
-    _kind: ClassVar[str]
+    ignored = IGNORED
+    refused = _REFUSED
     fitted: ClassVar[bool] = False
     """Lower max_tokens to what the context holds beside the prompt, instead of refusing it."""
 
-    model: str = Field(min_length=1, max_length=512)
-    """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""
     n: int | None = Field(default=None, ge=1)
     """How many answers to sample."""
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    """0 is greedy: the call is recorded at temperature 0, as context that is never trained on. So is
-    every value below 0.001, at which scores would overflow."""
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    """0 is greedy, like temperature 0."""
     top_k: int | None = Field(default=None, ge=-1)
     """0 and -1 keep every token."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -138,7 +117,6 @@ class _Request(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     """include_usage: one last chunk with the usage."""
     return_tokens_as_token_ids: bool | None = None
@@ -176,42 +154,22 @@ class _Request(BaseModel):
     def include_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate."""
+        return self.max_tokens
+
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
-        """The request; raises BadRequest naming the first key that is wrong."""
-        # Clients write null for a key they leave out.
-        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
-        try:
-            request = cls.model_validate({k: v for k, v in sent.items() if not _is_neutral(k, v)})
-        except ValidationError as error:
-            raise bad_request(error, cls._kind, [*cls.model_fields, *IGNORED]) from None
+        request = super().parse(body)
         _ = request.output_format  # raises
         return request
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    """Whether a key that is not in this version requests nothing. Raises BadRequest if it does."""
-    if key not in _NEUTRAL:
-        return False
-    neutral = _NEUTRAL[key]
-    # In Python 0 == False and 1 == True; in JSON they are not.
-    boolean = isinstance(value, bool)
-    if any(value == other and boolean == isinstance(other, bool) for other in neutral):
-        return True
-    instead = _INSTEAD.get(key) or (
-        f"leave it out, or send {json.dumps(neutral[0])}" if neutral else "leave it out"
-    )
-    raise BadRequest(
-        f"{key}: {brief(value)} is not in this version; {instead}",
-        param=key,
-        code="unsupported_parameter",
-    )
 
 
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
-    _kind = "a chat completion"
+    kind = "a chat completion"
 
     messages: list[Any] = Field(min_length=1)
     """The conversation so far, as OpenAI messages of text."""
@@ -237,7 +195,6 @@ class ChatRequest(_Request):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -248,23 +205,16 @@ class ChatRequest(_Request):
     def chat(self) -> Self:
         return self
 
-    def request_fields(self, not_applicable: list[str]) -> None:
-        return None
-
 
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
-    _kind = "a completion"
+    kind = "a completion"
 
     prompt: str | list[Any]
     """Text, or token ids; one prompt a request."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """How many alternatives to report beside each token's log-probability."""
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
 
     @property
     def alternatives(self) -> int:

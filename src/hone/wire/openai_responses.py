@@ -4,20 +4,20 @@ In:   the body of /v1/responses
 Out:  ResponsesRequest, with the same request as a chat completion; BadRequest names the first wrong
       key
 
-Every key is honoured, refused by name, or listed in IGNORED, which says why it changes nothing. Keys
-of a chat completion that this API lacks (seed, top_k, stop, ...) work here too.
+Keys of a chat completion that this API lacks (seed, top_k, stop, ...) work here too.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from hone.errors import BadRequest
-from hone.wire.errors import bad_request, brief, unknown_key
+from hone.wire.errors import brief, unknown_key
 from hone.wire.openai_chat import ChatRequest
 from hone.wire.openai_response_items import read_input, references
+from hone.wire.request_body import GenerationBody, Refused
 
 IGNORED = {
     "user": "names the end user; there are no accounts here",
@@ -30,23 +30,22 @@ IGNORED = {
 }
 """Keys that many clients send, accepted with any value, and why they change nothing."""
 
-_REFUSED = {
-    "background": "leave it out, and stream the response if it takes long",
-    "conversation": "send previous_response_id, or the conversation as input items",
-    "prompt": "send its text as instructions and input",
-    "context_management": "leave it out, and shorten the input",
-    "moderation": "leave it out",
-    "access_programs": "leave it out",
-    "image": "leave it out",
-    "messages": "send them as input",
-    "n": "a response has one answer; send several requests",
-    "max_tokens": "send max_output_tokens",
-    "max_completion_tokens": "send max_output_tokens",
-    "logprobs": "send include: ['message.output_text.logprobs']",
-    "response_format": "send text: {'format': ...}",
-    "extra_body": "its keys belong at the top level of the request",
+_REFUSED: Refused = {
+    "background": ("leave it out, and stream the response if it takes long", False),
+    "conversation": ("send previous_response_id, or the conversation as input items",),
+    "prompt": ("send its text as instructions and input",),
+    "context_management": ("leave it out, and shorten the input",),
+    "moderation": ("leave it out",),
+    "access_programs": ("leave it out",),
+    "image": ("leave it out",),
+    "messages": ("send them as input",),
+    "n": ("a response has one answer; send several requests",),
+    "max_tokens": ("send max_output_tokens",),
+    "max_completion_tokens": ("send max_output_tokens",),
+    "logprobs": ("send include: ['message.output_text.logprobs']",),
+    "response_format": ("send text: {'format': ...}",),
+    "extra_body": ("its keys belong at the top level of the request",),
 }
-"""Keys that a response does not have here, and what to do instead."""
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _INCLUDES = (
@@ -80,15 +79,14 @@ CHAT_NAMES = {
 _EFFORT = "reasoning_effort"
 
 
-class _Body(BaseModel):
+class _Body(GenerationBody):
     """Body of POST /v1/responses."""
 
-    model_config = ConfigDict(
-        extra="allow", frozen=True, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="allow")
+    kind = "a response"
+    ignored = IGNORED
+    refused = _REFUSED
 
-    model: str = Field(min_length=1, max_length=512)
-    """NAME, NAME@STEP, NAME@latest, NAME@best, PROJECT/NAME, or a base model."""
     input: Any
     """Text, or items: message, function_call, function_call_output, reasoning, item_reference."""
     instructions: str | None = None
@@ -102,9 +100,6 @@ class _Body(BaseModel):
     parallel_tool_calls: bool | None = None
     """False: the answer ends after its first call."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    """As in a chat completion; 0 is greedy."""
-    top_p: float | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     include: list[str] | None = None
     """message.output_text.logprobs, and reasoning.encrypted_content."""
@@ -118,7 +113,6 @@ class _Body(BaseModel):
     """False: the response cannot be retrieved or continued by its id. The call is recorded anyway."""
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     """Returned with the response."""
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
     @field_validator("input")
@@ -163,30 +157,8 @@ class ResponsesRequest:
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> "ResponsesRequest":
-        # Clients write null for a key they leave out.
-        sent = {k: v for k, v in body.items() if v is not None and k not in IGNORED}
-        if sent.get("background") is False:
-            del sent["background"]
-        for key, instead in _REFUSED.items():
-            if key in sent:
-                raise BadRequest(
-                    f"{key}: {brief(sent[key])} is not in this version; {instead}",
-                    param=key,
-                    code="unsupported_parameter",
-                )
-        try:
-            checked = _Body.model_validate(sent)
-        except ValidationError as error:
-            raise bad_request(error, "a response") from None
+        checked = _Body.parse(body)
         return cls(checked, _chat_request(checked, read_input(checked.input)))
-
-    @property
-    def model(self) -> str:
-        return self.body.model
-
-    @property
-    def stream(self) -> bool | None:
-        return self.body.stream
 
     @property
     def references(self) -> list[str]:

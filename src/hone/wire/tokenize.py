@@ -4,40 +4,26 @@ In:   JSON bodies
 Out:  checked requests; what cannot be honoured is refused by name
 """
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, model_validator
 
-from hone.wire.errors import bad_request
-from hone.wire.openai_chat import read_json
+from hone.wire.request_body import Refused, RequestBody
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
-
+class _Request(RequestBody):
     model: str | None = Field(default=None, min_length=1, max_length=512)
     """As in a chat completion. Left out: the only base model that is served."""
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """The request; raises BadRequest naming the first key that is wrong."""
-        try:
-            return cls.model_validate(read_json(body))
-        except ValidationError as error:
-            raise bad_request(error, "this request", cls.model_fields) from None
 
 
 class TokenizeRequest(_Request):
     """Body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    refused: ClassVar[Refused] = {
+        "continue_final_message": ("leave it out", False),
+        "chat_template": ("leave it out; the model's own is used", ""),
+        "mm_processor_kwargs": ("leave it out", {}),
+    }
 
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -51,19 +37,6 @@ class TokenizeRequest(_Request):
     """Arguments of the model's chat template, e.g. enable_thinking."""
     return_token_strs: bool | None = None
     """Return the tokens as text too, as the vocabulary spells them."""
-    continue_final_message: bool | None = None
-    """Not in this version."""
-    chat_template: str | None = None
-    """Not in this version: the model's own is used."""
-    mm_processor_kwargs: dict[str, Any] | None = None
-    """Not in this version."""
-
-    @field_validator("continue_final_message", "chat_template", "mm_processor_kwargs")
-    @classmethod
-    def _absent(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("not in this version; leave it out")
-        return value
 
     @model_validator(mode="after")
     def _prompt_or_messages(self) -> Self:
