@@ -31,7 +31,7 @@ def recorded(output: Any, failure: RolloutFailure | None = None) -> RolloutRecor
     )
     scores = {} if failure else {"reward": Score(0.5)}
     result = ItemResult(item(output), ran, scores)
-    return record_of(result, rollout="r", split="train", epoch=0, reward_name="reward")
+    return record_of(result, split="train", epoch=0, reward_name="reward")
 
 
 @pytest.mark.parametrize("output", [HALF, {HALF: HALF}, [1, (HALF,)], object(), float("nan"), None])
@@ -59,7 +59,7 @@ def test_the_first_request_to_the_policy_is_kept_for_one_rollout_of_each_example
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
-    fields: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
+    fields: dict[str, Any] = {"epoch": 0, "reward_name": "reward", "split": "val"}
     first = record_of(result, generation=0, **fields)
     assert first.request == {
         "messages": [{"role": "user", "content": "q"}],
@@ -86,7 +86,7 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
-    fields: dict[str, Any] = {"rollout": "r", "epoch": 0, "reward_name": "reward", "split": "val"}
+    fields: dict[str, Any] = {"epoch": 0, "reward_name": "reward", "split": "val"}
     assert record_of(result, **fields).model_calls == []
     record = record_of(result, with_calls=True, **fields)
     assert RolloutRecord.model_validate_json(record.model_dump_json()) == record

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hone.credit import call_values, columns, is_flat
 from hone.errors import RolloutError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hone.config.schema import CurriculumLearningConfig
 
 Groups = Sequence[Sequence[Trajectory]]
+T = TypeVar("T")
 POLICY_FAILURES_WARNED = 0.05
 """Share of dropped policy failures above which there is a warning."""
 MESSAGES_SHOWN = 3
@@ -69,14 +70,13 @@ class Curriculum:
     were last run: id and epoch."""
 
     def __post_init__(self) -> None:
-        fresh = {
+        self.state = {
             "current_percentile": self.config.initial_percentile,
             "last_expansion_epoch": -1,
             "total_groups": 0,
-            "included_groups": set(),
+            **self.state,
+            "included_groups": set(self.state.get("included_groups", ())),
         }
-        for key, value in fresh.items():
-            self.state.setdefault(key, value)
 
     def plan(self, examples: Sequence[str], epoch: int) -> list[str]:
         """The examples to run in this epoch: all, or without the excluded ones (`skip_excluded`).
@@ -107,15 +107,13 @@ class Curriculum:
         if len(groups) == 1:
             # One group cannot be ranked; `random_subsample` applies to its trajectories.
             self.state["included_groups"] = {example_of(groups[0], 0)}
-            only = [_drawn(groups[0], config.random_subsample, draw)]
-            return collection.model_copy(update={"trajectories": only})
+            only = self._subsample(groups[0], len(groups[0]), draw)
+            return collection.model_copy(update={"trajectories": [only]})
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
         ranges = spreads(groups, comparison or Comparison())
-        telling = [
-            i for i, spread in enumerate(ranges) if spread >= config.min_reward_diff - ROUNDING
-        ]
-        telling = [i for i in telling if rewards[i]]
+        smallest = config.min_reward_diff - ROUNDING
+        telling = [i for i, spread in enumerate(ranges) if spread >= smallest and rewards[i]]
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
         # Excluded examples, which were not run, are ranked last.
         skipped = self._skipped(epoch) - set(ids)
@@ -127,12 +125,7 @@ class Curriculum:
                 self.excluded[example] = epoch
         if telling and not self.state["total_groups"]:
             self.state["total_groups"] = ranked
-        if config.random_subsample is not None:
-            wanted = share(ranked, config.random_subsample)
-            if len(chosen) > wanted:
-                chosen = [
-                    chosen[place] for place in sorted(draw.sample(range(len(chosen)), wanted))
-                ]
+        chosen = self._subsample(chosen, ranked, draw)
         before = self.state["included_groups"] if round else set()
         self.state["included_groups"] = before | {ids[i] for i in chosen}
         return collection.model_copy(update={"trajectories": [groups[i] for i in chosen]})
@@ -152,12 +145,16 @@ class Curriculum:
         cls, config: "CurriculumLearningConfig", seed: int, snapshot: Mapping[str, Any]
     ) -> Self:
         """The curriculum at the time of the snapshot; a new one for an empty snapshot."""
-        state = dict(snapshot.get("state", {}))
-        if "included_groups" in state:
-            state["included_groups"] = set(state["included_groups"])
         history = snapshot.get("history", {})
         excluded = {name: one["epoch"] for name, one in history.items() if one["excluded"]}
-        return cls(config, seed, state, excluded)
+        return cls(config, seed, snapshot.get("state", {}), excluded)
+
+    def _subsample(self, chosen: list[T], count: int, draw: random.Random) -> list[T]:
+        """As many of `chosen`, in order, as `random_subsample` of `count`."""
+        fraction = self.config.random_subsample
+        if fraction is None or (wanted := share(count, fraction)) >= len(chosen):
+            return chosen
+        return [chosen[place] for place in sorted(draw.sample(range(len(chosen)), wanted))]
 
     def _advance(self, epoch: int) -> None:
         grown = expansions(self.config, epoch)
@@ -184,15 +181,6 @@ def example_of(group: Sequence[Trajectory], place: int) -> str:
         if (example := (trajectory.metadata or {}).get("id")) is not None:
             return str(example)
     return f"#{place}"
-
-
-def _drawn(
-    group: list[Trajectory], fraction: float | None, draw: random.Random
-) -> list[Trajectory]:
-    wanted = len(group) if fraction is None else share(len(group), fraction)
-    if wanted >= len(group):
-        return group
-    return [group[place] for place in sorted(draw.sample(range(len(group)), wanted))]
 
 
 # ---- which groups teach anything ----------------------------------------------------------------

@@ -364,9 +364,7 @@ def read_records(path: Path) -> Iterator[RolloutRecord]:
     """The rollouts of a file of `trajectories/`, in the order in which they ended."""
     if not path.exists():
         return
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line:
-            continue
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             yield RolloutRecord.model_validate_json(line)
         except ValidationError as error:

@@ -118,12 +118,15 @@ async def dry_run(
         held_out = await _count(validation or document, options.validation_dataset)
     planned = plan(document, examples)
     config, refusal = document.finetuning, None
+    each, rollouts = "conversations of the dataset", ""
+    if planned.generations:
+        each = f"{counted(planned.generations, 'rollout')} each"
+        rollouts = f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
     lines = [
         _backend(document),
-        f"examples      {examples}, of which {planned.examples} an epoch, {_each(planned)}",
+        f"examples      {examples}, of which {planned.examples} an epoch, {each}",
         f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
-        f"{_calls(planned)}"
-        f"{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
+        f"{rollouts}{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
         *_validation(document, options, held_out),
     ]
     try:
@@ -153,18 +156,6 @@ def _backend(document: Document) -> str:
     server = adapter.backend
     at = f"at {server.ip}:{server.port}" if server.ip else f"on a server of its own ({server.root})"
     return f"model         {server.project}/{server.name} over {server.base_model} {at}"
-
-
-def _each(planned: Plan) -> str:
-    if not planned.generations:
-        return "conversations of the dataset"
-    return f"{counted(planned.generations, 'rollout')} each"
-
-
-def _calls(planned: Plan) -> str:
-    if not planned.generations:
-        return ""
-    return f"{counted(planned.rollouts, 'rollout')} of at least one model call, "
 
 
 def _preflight(planned: Plan) -> str:

@@ -359,7 +359,7 @@ class _Trials:
         )
 
 
-def _described(failure: "Failure", lines: int = 4) -> str:
+def _described(failure: "Failure") -> str:
     """The exception, with the end of its traceback."""
-    tail = "\n".join(failure.traceback.rstrip().splitlines()[-lines:])
-    return f"{failure.type}: {failure.message}" + (f"\n{tail}" if tail else "")
+    tail = failure.traceback.rstrip().splitlines()[-4:]
+    return "\n".join([f"{failure.type}: {failure.message}", *tail])

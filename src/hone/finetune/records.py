@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def record_of(
     result: "ItemResult",
     *,
-    rollout: str,
     split: Split,
     epoch: int,
     round: int = 0,
@@ -33,13 +32,10 @@ def record_of(
     reward_name: str | None,
     with_calls: bool = False,
 ) -> RolloutRecord:
-    """The record of a finished rollout; a failed one has no reward.
-
-    `rollout` is the id of a rollout that never ran.
-    """
+    """The record of a finished rollout; a failed one has no reward."""
     item, ran = result.item, result.rollout
-    calls: tuple[SeenCall, ...] = () if ran is None else ran.calls
-    failure = _failure(result, reward_name)
+    assert ran is not None, "the workflow was run"
+    conversation, failure = _last_conversation(ran.calls), _failure(result, reward_name)
     score = result.scores.get(reward_name) if reward_name is not None else None
     return RolloutRecord(
         epoch=epoch,
@@ -47,7 +43,7 @@ def record_of(
         split=split,
         example=item.id,
         generation=generation,
-        rollout=rollout if ran is None else ran.id,
+        rollout=ran.id,
         reward=None if failure is not None or score is None else score.value,
         scores={name: one.value for name, one in result.scores.items()},
         failure=failure,
@@ -57,15 +53,15 @@ def record_of(
             StepRecord(
                 name=step.name, value=step.value, calls=step.calls, metadata=plain(step.metadata)
             )
-            for step in (() if ran is None else ran.steps)
+            for step in ran.steps
         ],
-        seconds=0.0 if ran is None else ran.seconds,
-        calls=len(calls),
-        tokens=sum((call.usage or {}).get("completion_tokens", 0) for call in calls),
-        policy_steps=sorted({c.policy_step for c in calls if c.policy_step is not None}),
-        messages=plain(_last_conversation(calls)),
-        model_calls=_call_records(calls) if with_calls else [],
-        request=_first_request(calls) if generation == 0 else None,
+        seconds=ran.seconds,
+        calls=len(ran.calls),
+        tokens=sum((call.usage or {}).get("completion_tokens", 0) for call in ran.calls),
+        policy_steps=sorted({c.policy_step for c in ran.calls if c.policy_step is not None}),
+        messages=plain(conversation),
+        model_calls=[_call_record(c, conversation) for c in ran.calls] if with_calls else [],
+        request=_first_request(ran.calls) if generation == 0 else None,
     )
 
 
@@ -146,13 +142,8 @@ def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
     return None
 
 
-def _call_records(calls: "tuple[SeenCall, ...]") -> list[CallRecord]:
-    """The calls; their text only where it is not part of the last conversation."""
-    conversation = _last_conversation(calls)
-    return [_call_record(call, conversation) for call in calls]
-
-
 def _call_record(call: "SeenCall", conversation: list[dict[str, Any]]) -> CallRecord:
+    """The call; its text only where it is not part of the last conversation."""
     usage, messages, reply = call.usage or {}, call.messages or [], call.reply
     held = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
     return CallRecord(

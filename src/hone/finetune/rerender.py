@@ -135,7 +135,7 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
             groups += [_sent_pair(item, group) for item in pairs]
             continue
         for trajectory in group:
-            wrong = _wrong_order(trajectory) if _is_text_of_agent(trajectory) else None
+            wrong = _wrong_order(trajectory)
             if wrong is None:
                 sent.append(_sent(trajectory))
             else:
@@ -176,15 +176,12 @@ def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
     )
 
 
-def _is_text_of_agent(trajectory: Trajectory) -> bool:
-    """Whether an agent's messages are sent as text; a dataset's may come in any order."""
-    is_written = (trajectory.metadata or {}).get("from_dataset")
-    return not is_written and _calls(trajectory) is None
-
-
 def _wrong_order(trajectory: Trajectory) -> str | None:
-    example = (trajectory.metadata or {}).get("id")
-    where = "" if example is None else f"example {example!r}: "
+    """What is wrong with an agent's messages that are sent as text; a dataset's are in any order."""
+    metadata = trajectory.metadata or {}
+    if metadata.get("from_dataset") or _calls(trajectory) is not None:
+        return None
+    where = f"example {metadata['id']!r}: " if "id" in metadata else ""
     for episode in conversations(trajectory):
         if not episode:
             return f"{where}Trajectory episode is empty."

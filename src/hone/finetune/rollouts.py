@@ -106,7 +106,6 @@ class Rollouts:
                 result = await self._run_item(item, generation, rollout, options)
             record = record_of(
                 result,
-                rollout=rollout,
                 generation=generation,
                 reward_name=self._reward,
                 with_calls=self._config.record_calls,
