@@ -207,7 +207,6 @@ def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
         fields["tools"] = list(map(response_tool, call.tools or ()))
     reasoning_tokens = fields.pop("reasoning_tokens", 0)
     encrypted |= fields.pop("encrypted", False)
-    not_applicable = fields.pop("not_applicable", [])
     head = AnswerHead(
         id=call.id,
         call_id=call.id,
@@ -216,6 +215,7 @@ def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
         fingerprint=call.fingerprint,
         policy_step=call.call.step,
         prompt_ids=call.call.prompt_ids,
+        not_applicable=fields.pop("not_applicable", []),
     )
     answer = Answer(
         index=call.choice,
@@ -226,5 +226,4 @@ def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
         reasoning_tokens=reasoning_tokens,
         malformed=tuple(call.malformed),
     )
-    writer = ResponseWriter(head, fields, encrypted=encrypted, not_applicable=not_applicable)
-    return writer.whole([answer])
+    return ResponseWriter(head, fields, encrypted=encrypted).whole([answer])

@@ -53,7 +53,10 @@ class MessageWriter:
 
     def __init__(self, request: MessagesRequest, head: AnswerHead) -> None:
         self._request = request
-        self._head = head
+        # The name under which this API knows the argument of the template.
+        names = {"chat_template_kwargs.enable_thinking": "thinking"}
+        ignored = [names.get(key, key) for key in head.not_applicable]
+        self._head = replace(head, not_applicable=ignored)
         thinking = request.thinking
         self._hidden = thinking is not None and thinking.display == "omitted"
         self._blocks = BlockWriter(signature=head.call_id, hidden=self._hidden)
@@ -67,8 +70,7 @@ class MessageWriter:
                 answer.message, signature=answer.call_id, hidden=self._hidden
             ),
             **self._stop(answer),
-            "token_ids": answer.token_ids,
-            **_malformed(answer),
+            **answer.recorded,
         }
 
     def delta(self, delta: AnswerDelta) -> list[Event]:
@@ -85,10 +87,8 @@ class MessageWriter:
             "type": "message_delta",
             "delta": self._stop(answer),
             "usage": self._usage(sampled),
-            "token_ids": answer.token_ids,
             "policy_step": self._head.policy_step,
-            "call_id": answer.call_id,
-            **_malformed(answer),
+            **answer.recorded,
         }
         opening = self.delta(AnswerDelta(index=0, deltas=()))
         return [*opening, *self._blocks.close(), last, {"type": "message_stop"}]
@@ -98,11 +98,6 @@ class MessageWriter:
 
     def _start(self, sampled: int) -> dict[str, Any]:
         head = self._head
-        # The name under which this API knows the argument of the template.
-        ignored = [
-            "thinking" if key == "chat_template_kwargs.enable_thinking" else key
-            for key in head.not_applicable
-        ]
         return {
             "id": f"msg_{head.id}",
             "type": "message",
@@ -113,9 +108,7 @@ class MessageWriter:
             "stop_sequence": None,
             "usage": self._usage(sampled),
             "call_id": head.call_id,
-            "policy_step": head.policy_step,
-            "prompt_token_ids": head.prompt_ids,
-            **({"not_applicable": ignored} if ignored else {}),
+            **head.recorded,
         }
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
@@ -154,10 +147,6 @@ COUNT = replace(
     parse=CountRequest.parse,
 )
 """Requests for the number of tokens of a prompt."""
-
-
-def _malformed(answer: Answer) -> dict[str, Any]:
-    return {"malformed": list(answer.malformed)} if answer.malformed else {}
 
 
 # ---- reading -----------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ class AnswerHead:
     not_applicable: list[str] = field(default_factory=list)
     """Keys of the request that change nothing for this model."""
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What hone adds to a response of any dialect, of the prompt."""
+        prompt = {"prompt_token_ids": self.prompt_ids, "policy_step": self.policy_step}
+        return prompt | ({"not_applicable": self.not_applicable} if self.not_applicable else {})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerDelta:
@@ -83,6 +89,12 @@ class Answer:
     """Tool calls that do not parse; their text is in the content."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What hone adds to a response of any dialect, of the answer."""
+        answer = {"token_ids": self.token_ids, "call_id": self.call_id}
+        return answer | ({"malformed": list(self.malformed)} if self.malformed else {})
 
 
 class AnswerWriter(Protocol):

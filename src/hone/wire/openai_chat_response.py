@@ -35,7 +35,7 @@ class CompletionWriter:
                 content = {"text": answer.message["content"]}
             choices.append(self._end(answer, content, answer.logprobs))
         head = self._fields("chat.completion" if self._chat else "text_completion")
-        return {**head, "choices": choices, "usage": self._usage(answers), **self._prompt()}
+        return {**head, "choices": choices, "usage": self._usage(answers), **self._head.recorded}
 
     def delta(self, delta: AnswerDelta) -> list[Event]:
         """One chunk for each delta of the message; the last has all log-probabilities."""
@@ -57,7 +57,7 @@ class CompletionWriter:
     def end(self, answers: Sequence[Answer]) -> list[Event]:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         events: list[Event] = [
-            self._chunk(self._end(answer, empty, None)) | self._prompt() for answer in answers
+            self._chunk(self._end(answer, empty, None)) | self._head.recorded for answer in answers
         ]
         if self._include_usage:
             head = self._fields("chat.completion.chunk" if self._chat else "text_completion")
@@ -76,14 +76,9 @@ class CompletionWriter:
         self, answer: Answer, content: dict[str, Any], logprobs: Logprobs | None
     ) -> dict[str, Any]:
         """A whole choice, or its last chunk, with what hone adds."""
-        malformed = {"malformed": list(answer.malformed)} if answer.malformed else {}
-        written = self._choice(answer.index, content, logprobs, 0) | {
-            "finish_reason": answer.finish,
-            "token_ids": answer.token_ids,
-            "policy_step": self._head.policy_step,
-            "call_id": answer.call_id,
-        }
-        return written | malformed
+        choice = self._choice(answer.index, content, logprobs, 0)
+        choice |= {"finish_reason": answer.finish, "policy_step": self._head.policy_step}
+        return choice | answer.recorded
 
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: Logprobs | None, offset: int
@@ -103,11 +98,6 @@ class CompletionWriter:
             "model": head.model,
             "system_fingerprint": f"fp_{head.fingerprint[:12]}",
         }
-
-    def _prompt(self) -> dict[str, Any]:
-        head = self._head
-        prompt = {"prompt_token_ids": head.prompt_ids, "policy_step": head.policy_step}
-        return prompt | ({"not_applicable": head.not_applicable} if head.not_applicable else {})
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
         sampled = sum(len(answer.token_ids) for answer in answers)

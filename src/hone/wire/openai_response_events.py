@@ -8,13 +8,16 @@ hone adds: `token_ids`, `prompt_token_ids`, `policy_step` and `call_id`, and wit
 also `token_logprobs`, one for each of `token_ids`. Those of `output_text` belong to its text alone.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.openai_response_items import (
     ItemIds,
+    encrypt,
     function_call_item,
     message_item,
     output_items,
@@ -36,19 +39,11 @@ def _error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
 class ResponseWriter:
     """Writes one response."""
 
-    def __init__(
-        self,
-        head: AnswerHead,
-        fields: dict[str, Any],
-        *,
-        encrypted: bool = False,
-        not_applicable: list[str] | None = None,
-    ) -> None:
+    def __init__(self, head: AnswerHead, fields: dict[str, Any], *, encrypted: bool) -> None:
         """`fields` is the request as the response repeats it."""
         self._head = head
         self._fields = fields
         self._encrypted = encrypted
-        self._not_applicable = not_applicable or []
         self._ids = ItemIds(head.call_id)
         self._tokens = _TextTokens()
         self._logprobs: Logprobs | None = None
@@ -58,7 +53,6 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         """The items that are done."""
         self._open: _OpenItem | None = None
-        self._num_messages = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -92,7 +86,7 @@ class ResponseWriter:
                 self._tokens.clear()
                 function = call.get("function") or {}
                 place = call.get("index", 0)
-                names = {"call_id": call.get("id"), "name": function.get("name")}
+                names = {"call_id": call.get("id") or "", "name": function.get("name") or ""}
                 events += self._grow(
                     "function_call", place, function.get("arguments") or "", (), **names
                 )
@@ -132,7 +126,8 @@ class ResponseWriter:
         events: list[Event] = []
         if self._open is None or (self._open.kind, self._open.place) != (kind, place):
             events += self._close("completed")
-            self._open = self._begin(kind, place, **names)
+            begun = self._begin(kind, place, **names)
+            self._open = _OpenItem(begun, place, encrypted=self._encrypted)
             events += self._item_events(self._open.added())
         item = self._open
         item.text += text
@@ -141,21 +136,21 @@ class ResponseWriter:
             events += self._item_events([item.delta(text, logprobs)])
         return events
 
-    def _begin(self, kind: str, place: int, **names: Any) -> "_OpenItem":
-        item_id = self._ids.reasoning
-        if kind == "message":
-            item_id = self._ids.message(self._num_messages)
-            self._num_messages += 1
-        elif kind == "function_call":
+    def _begin(self, kind: str, place: int, **names: Any) -> dict[str, Any]:
+        if kind == "reasoning":
+            return reasoning_item(self._ids, None, status="in_progress")
+        if kind == "function_call":
             item_id = self._ids.function_call(place)
-        return _OpenItem(kind, place, item_id, self._ids, encrypted=self._encrypted, **names)
+            return function_call_item(item_id, **names, arguments="", status="in_progress")
+        earlier = sum(item["type"] == "message" for item in self._output)
+        return message_item(self._ids.message(earlier), [], "in_progress")
 
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
             return []
         item, self._open = self._open, None
         events = self._item_events(item.done(status))
-        self._output.append(item.written(status))
+        self._output.append(item.finished(status))
         return events
 
     def _item_events(self, written: list[dict[str, Any]]) -> list[Event]:
@@ -197,28 +192,15 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": len(head.prompt_ids) + sampled,
         }
-        response |= {
-            "prompt_token_ids": head.prompt_ids,
-            "token_ids": answer.token_ids,
-            "policy_step": head.policy_step,
-            "call_id": answer.call_id,
-        }
+        response |= head.recorded | answer.recorded
         if logprobs is not None:
             response["token_logprobs"] = [entry["logprob"] for entry in logprobs]
-        if self._not_applicable:
-            response["not_applicable"] = self._not_applicable
-        if answer.malformed:
-            response["malformed"] = list(answer.malformed)
         return response
 
 
 def _writer(request: ResponsesRequest, head: AnswerHead) -> ResponseWriter:
-    return ResponseWriter(
-        head,
-        request.fields,
-        encrypted=request.encrypted,
-        not_applicable=request.not_applicable(head.not_applicable),
-    )
+    head = replace(head, not_applicable=request.not_applicable(head.not_applicable))
+    return ResponseWriter(head, request.fields, encrypted=request.encrypted)
 
 
 RESPONSES = Dialect(
@@ -238,70 +220,67 @@ def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
+_TEXT_EVENTS = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+}
+"""How the events that carry the text of an item begin, by the item's type."""
+
+
 class _OpenItem:
     """An item that grows. Its events have no output_index and no sequence number yet."""
 
-    def __init__(
-        self,
-        kind: str,
-        place: int,
-        item_id: str,
-        ids: ItemIds,
-        *,
-        encrypted: bool,
-        call_id: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        self.kind, self.place = kind, place
+    def __init__(self, item: dict[str, Any], place: int, *, encrypted: bool) -> None:
+        """`item` as it begins, without text."""
+        self.kind, self.place = item["type"], place
         self.text = ""
         self.logprobs: Logprobs = []
-        self._id, self._ids = item_id, ids
-        self._encrypted = encrypted
-        self._call_id, self._name = call_id or "", name or ""
+        self._item = item
+        self._encrypted = encrypted and self.kind == "reasoning"
 
-    def written(self, status: str) -> dict[str, Any]:
-        """The item."""
-        begun = status == "in_progress"
-        if self.kind == "reasoning":
-            text = None if begun else self.text
-            return reasoning_item(self._ids, text, encrypted=self._encrypted, status=status)
-        if self.kind == "message":
-            return message_item(self._id, [] if begun else [self._part()], status)
-        return function_call_item(self._id, self._call_id, self._name, self.text, status)
+    def finished(self, status: str) -> dict[str, Any]:
+        """The item with all of its text."""
+        if self.kind == "function_call":
+            return self._item | {"arguments": self.text, "status": status}
+        secret = {"encrypted_content": encrypt(self.text)} if self._encrypted else {}
+        return self._item | {"content": [self._part()], **secret, "status": status}
 
     def added(self) -> list[dict[str, Any]]:
-        events = [{"type": "output_item.added", "item": self.written("in_progress")}]
-        if self.kind != "function_call":
-            events.append(self._content("content_part.added", part=self._part()))
-        return events
+        added = {"type": "output_item.added", "item": self._item}
+        return [added, *self._part_events("content_part.added")]
 
     def delta(self, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if self.kind == "reasoning":
-            return self._content("reasoning_text.delta", delta=text)
-        if self.kind == "message":
-            return self._content("output_text.delta", delta=text, logprobs=list(logprobs))
-        return {"type": "function_call_arguments.delta", "item_id": self._id, "delta": text}
+        return self._text_event("delta", {"delta": text}, logprobs)
 
     def done(self, status: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        if self.kind == "reasoning":
-            events.append(self._content("reasoning_text.done", text=self.text))
-        elif self.kind == "message":
-            events.append(self._content("output_text.done", text=self.text, logprobs=self.logprobs))
-        else:
-            done = {"type": "function_call_arguments.done", "item_id": self._id}
-            events.append(done | {"name": self._name, "arguments": self.text})
+        whole = {"text": self.text}
+        if self.kind == "function_call":
+            whole = {"name": self._item["name"], "arguments": self.text}
+        return [
+            self._text_event("done", whole, self.logprobs),
+            *self._part_events("content_part.done"),
+            {"type": "output_item.done", "item": self.finished(status)},
+        ]
+
+    def _text_event(
+        self, kind: str, fields: dict[str, Any], logprobs: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        event = {"type": f"{_TEXT_EVENTS[self.kind]}.{kind}", "item_id": self._item["id"]}
         if self.kind != "function_call":
-            events.append(self._content("content_part.done", part=self._part()))
-        return [*events, {"type": "output_item.done", "item": self.written(status)}]
+            event["content_index"] = 0
+        return event | fields | ({"logprobs": list(logprobs)} if self.kind == "message" else {})
+
+    def _part_events(self, kind: str) -> list[dict[str, Any]]:
+        if self.kind == "function_call":
+            return []
+        event = {"type": kind, "item_id": self._item["id"], "content_index": 0}
+        return [event | {"part": self._part()}]
 
     def _part(self) -> dict[str, Any]:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return text_part(self.text, self.logprobs)
-
-    def _content(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "item_id": self._id, "content_index": 0, **fields}
 
 
 class _TextTokens:
@@ -323,25 +302,17 @@ class _TextTokens:
 
         All of them where the text is not what the tokens say, as around tool calls.
         """
-        pieces = [bytes(entry["bytes"]) for entry in self._entries]
-        wanted = text.encode()
-        start = (self._rest + b"".join(pieces)).find(wanted)
-        if not wanted or start < 0:
-            entries = self._entries if wanted else []
-            if wanted:
-                self.clear()
+        pieces = [self._rest, *(bytes(entry["bytes"]) for entry in self._entries)]
+        sampled, wanted = b"".join(pieces), text.encode()
+        entries = self._entries
+        if not wanted:
+            return []
+        if (start := sampled.find(wanted)) < 0:
+            self.clear()
             return entries
         end = start + len(wanted)
-        entries: Logprobs = []
-        at = len(self._rest)
-        rest = self._rest[end:]
-        for place, (entry, piece) in enumerate(zip(self._entries, pieces, strict=True)):
-            if at >= end:
-                self._entries, self._rest = self._entries[place:], rest
-                return entries
-            if at + len(piece) > start:
-                entries.append(entry)
-            at += len(piece)
-            rest = piece[len(piece) - (at - end) :] if at > end else b""
-        self._entries, self._rest = [], rest
-        return entries
+        # Where each entry begins, and where the last one ends.
+        bounds = list(accumulate(map(len, pieces)))
+        first, last = bisect_right(bounds, start, lo=1) - 1, bisect_left(bounds, end)
+        self._entries, self._rest = entries[last:], sampled[end : bounds[last]]
+        return entries[first:last]
