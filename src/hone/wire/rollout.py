@@ -78,16 +78,20 @@ class RolloutScope:
         return "+".join(f"{alias}={model}" for alias, model in self.aliases).replace("/", "~")
 
     @property
+    def _settings(self) -> dict[str, str]:
+        """What headers and URL say alike."""
+        settings = {
+            "temperature": "" if self.temperature is None else f"{self.temperature:g}",
+            "step": "" if self.step is None else str(self.step),
+            "alias": self.alias_text,
+        }
+        return {name: text for name, text in settings.items() if text}
+
+    @property
     def headers(self) -> dict[str, str]:
         headers = {ROLLOUT_HEADER: self.rollout, FUNCTION_HEADER: self.function}
-        headers = {name: value for name, value in headers.items() if value}
-        if self.temperature is not None:
-            headers[TEMPERATURE_HEADER] = f"{self.temperature:g}"
-        if self.step is not None:
-            headers[STEP_HEADER] = str(self.step)
-        if self.aliases:
-            headers[ALIAS_HEADER] = self.alias_text
-        return headers
+        headers |= {_HEADERS[name]: text for name, text in self._settings.items()}
+        return {name: text for name, text in headers.items() if text}
 
     def url(self, base_url: str) -> str:
         """The rollout's own base URL at the server with this base URL."""
@@ -95,12 +99,7 @@ class RolloutScope:
         # Names that a URL would have to escape are left out, such as `<workflow>`.
         if names := [name for name in self.function.split(".") if _IN_URL.fullmatch(name)]:
             segment += f",function={'.'.join(names)}"
-        if self.temperature is not None:
-            segment += f",temperature={self.temperature:g}"
-        if self.step is not None:
-            segment += f",step={self.step}"
-        if self.aliases:
-            segment += f",alias={self.alias_text}"
+        segment += "".join(f",{name}={text}" for name, text in self._settings.items())
         return f"{base_url.rstrip('/').removesuffix('/v1')}/rollout/{segment}/v1"
 
     @classmethod

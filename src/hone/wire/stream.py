@@ -20,6 +20,8 @@ _END = re.compile(
     rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M
 )
 """The last event of a stream: of chat completions and completions, of responses, of messages."""
+_REPLACED = ("role", "type", "id", "call_id", "finish_reason", "stop_reason")
+"""Strings of a choice that come whole, as often as a server likes to repeat them."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -73,7 +75,10 @@ class Chunks:
     def add(self, chunk: dict[str, Any]) -> None:
         self._response |= {k: v for k, v in chunk.items() if k != "choices" and v is not None}
         for part in chunk.get("choices") or ():
-            _add_choice(self._choices.setdefault(part.get("index", 0), {}), part)
+            choice = self._choices.setdefault(part.get("index", 0), {})
+            if "delta" in part:
+                choice.setdefault("message", {"role": "assistant", "content": None})
+            _add(choice, {"message" if k == "delta" else k: v for k, v in part.items()})
 
     def join(self) -> dict[str, Any]:
         """The response as it would have been without streaming, so far."""
@@ -90,23 +95,11 @@ def _whole_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return choice | {"message": choice["message"] | {"tool_calls": listed}}
 
 
-def _add_choice(choice: dict[str, Any], part: dict[str, Any]) -> None:
-    for key, value in part.items():
-        if key == "delta":
-            message = choice.setdefault("message", {"role": "assistant", "content": None})
-            _add(message, value or {})
-        elif key == "text":
-            choice["text"] = choice.get("text", "") + (value or "")
-        elif key == "logprobs":
-            _add(choice.setdefault("logprobs", {}), value or {})
-        elif key == "token_ids":  # vLLM sends those of each chunk, a hone server all in the last
-            choice[key] = [*choice.get(key, ()), *(value or ())]
-        elif value is not None or key not in choice:
-            choice[key] = value
-
-
 def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a delta: text and lists grow, tool calls by their index, the rest is replaced."""
+    """Add a delta: text and lists grow, tool calls by their index, the rest is replaced.
+
+    vLLM sends the token ids of each chunk, a hone server all of them in the last.
+    """
     for key, value in part.items():
         before = whole.get(key)
         if value is None:
@@ -117,10 +110,11 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
                 known = calls.setdefault(call.get("index", place), {})
                 _add(known, {k: v for k, v in call.items() if k != "index"})
         elif isinstance(value, dict):
-            _add(whole.setdefault(key, {}), value)
+            whole[key] = before or {}
+            _add(whole[key], value)
         elif isinstance(value, list):
             whole[key] = [*(before or ()), *value]
-        elif isinstance(value, str) and before and key not in ("role", "type", "id"):
+        elif isinstance(value, str) and before and key not in _REPLACED:
             whole[key] = before + value
         else:
             whole[key] = value
