@@ -11,11 +11,12 @@ the text and the calls of one answer are one assistant message.
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hone.errors import BadRequest
 from hone.wire.errors import brief
-from hone.wire.openai_chat import tool_call
+from hone.wire.openai_chat import assistant_message, tool_call
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -92,19 +93,27 @@ def _kind(item: Mapping[str, Any]) -> str:
     return str(item.get("type") or ("message" if "role" in item else "item_reference"))
 
 
+@dataclass(slots=True)
+class _Answer:
+    """The items of one assistant message."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    owners: set[str] = field(default_factory=set)
+    """The recorded calls that the ids of its function calls name."""
+
+
 class _Turns:
     """Builds messages from items. Its errors start with the place in the item."""
 
     def __init__(self, items: Mapping[str, dict[str, Any] | None] | None) -> None:
-        self.messages: list[dict[str, Any]] = []
-        """The texts of an assistant message are lists, joined when all items are read."""
+        self._messages: list[dict[str, Any] | _Answer] = []
         self._items = items
-        self._answer: dict[str, Any] | None = None
-        """The assistant message that the next items may belong to."""
-        self._last_turn: dict[str, Any] | None = None
-        """The last message that is not the output of a function."""
-        self._by_owner: dict[str, dict[str, Any]] = {}
-        """Assistant messages by the recorded call that the ids of their function calls name."""
+        self._answer: _Answer | None = None
+        """The answer that the next items may belong to."""
+        self._last: _Answer | None = None
+        """The last answer, if only outputs of functions followed it."""
         self._adders: dict[str, Callable[[dict[str, Any]], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -126,14 +135,12 @@ class _Turns:
 
     def finished(self) -> list[dict[str, Any]]:
         """The messages, when every item was added."""
-        for message in self.messages:
-            if message["role"] != "assistant":
-                continue
-            if (reasoning := message.get("reasoning_content")) is not None:
-                message["reasoning_content"] = "\n".join(reasoning)
-            if (texts := message["content"]) is not None or "tool_calls" not in message:
-                message["content"] = "".join(texts or ())
-        return self.messages
+        return [
+            assistant_message("".join(turn.texts), turn.calls, turn.thoughts)
+            if isinstance(turn, _Answer)
+            else turn
+            for turn in self._messages
+        ]
 
     def _message(self, item: dict[str, Any]) -> None:
         role = item.get("role")
@@ -141,25 +148,20 @@ class _Turns:
             raise ValueError(f".role: expected one of {', '.join(_ROLES)}, got {brief(role)}")
         content = _read_parts(item.get("content"))
         if role != "assistant":
-            self._answer = None
-            self._append_turn({"role": role, "content": content})
+            self._answer = self._last = None
+            self._messages.append({"role": role, "content": content})
             return
-        text = _join_parts(content)
         answer = self._answer
-        if answer is None or (answer["content"] is not None and "tool_calls" not in answer):
-            answer = self._open()
         # Text after a call of the same answer: a stream sends it as a message of its own.
-        if answer["content"] is None:
-            answer["content"] = []
-        answer["content"].append(text)
+        if answer is None or (answer.texts and not answer.calls):
+            answer = self._open()
+        answer.texts.append(_join_parts(content))
 
     def _reasoning(self, item: dict[str, Any]) -> None:
         answer = self._answer
-        if answer is None or answer["content"] is not None or "tool_calls" in answer:
+        if answer is None or answer.texts or answer.calls:
             answer = self._open()
-        text = _read_reasoning(item)
-        if text is not None:
-            answer.setdefault("reasoning_content", []).append(text)
+        answer.thoughts.append(_read_reasoning(item))
 
     def _function_call(self, item: dict[str, Any]) -> None:
         name, arguments = item.get("name"), item.get("arguments")
@@ -171,17 +173,11 @@ class _Turns:
             # Arguments that the model left incomplete are accepted: they come back as they were.
             raise ValueError(f".arguments: expected a JSON object, got {brief(arguments)}")
         owner = _owner(str(item.get("id") or ""))
-        answer = self._answer or self._answer_of(owner) or self._open()
-        self._by_owner[owner] = answer
-        answer.setdefault("tool_calls", []).append(tool_call(_call_id(item), name, arguments))
-
-    def _answer_of(self, owner: str) -> dict[str, Any] | None:
-        """The answer with other calls of this owner, if only their outputs followed it.
-
-        Clients that run calls one by one send each call followed by its output.
-        """
-        answer = self._by_owner.get(owner) if owner != _owner("") else None
-        return answer if answer is self._last_turn else None
+        # Clients that run calls one by one send each call followed by its output.
+        same = self._last is not None and owner in self._last.owners
+        answer = self._answer or (self._last if same else None) or self._open()
+        answer.owners |= {owner} - {_owner("")}
+        answer.calls.append(tool_call(_call_id(item), name, arguments))
 
     def _output(self, item: dict[str, Any]) -> None:
         try:
@@ -189,7 +185,7 @@ class _Turns:
         except ValueError as error:
             raise ValueError(str(error).replace(".content", ".output", 1)) from None
         self._answer = None
-        self.messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
 
     def _reference(self, item: dict[str, Any]) -> None:
         name = item.get("id")
@@ -206,14 +202,10 @@ class _Turns:
         elif stored := self._items[name]:
             self.add(stored)
 
-    def _open(self) -> dict[str, Any]:
-        self._answer = {"role": "assistant", "content": None}
-        self._append_turn(self._answer)
-        return self._answer
-
-    def _append_turn(self, message: dict[str, Any]) -> None:
-        self._last_turn = message
-        self.messages.append(message)
+    def _open(self) -> _Answer:
+        answer = self._answer = self._last = _Answer()
+        self._messages.append(answer)
+        return answer
 
 
 def _call_id(item: dict[str, Any]) -> str:
@@ -248,8 +240,8 @@ def _join_parts(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _read_reasoning(item: dict[str, Any]) -> str | None:
-    """The text of a reasoning item; None if it has none."""
+def _read_reasoning(item: dict[str, Any]) -> str:
+    """The text of a reasoning item; empty if it has none."""
     for key, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(key) or []
         if not isinstance(parts, list):
@@ -261,7 +253,7 @@ def _read_reasoning(item: dict[str, Any]) -> str | None:
             return "\n".join(map(str, texts))
         if key == "content" and item.get("encrypted_content") is not None:
             return _decrypt(item["encrypted_content"])
-    return None
+    return ""
 
 
 def encrypt(reasoning: str) -> str:
