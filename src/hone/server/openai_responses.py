@@ -25,7 +25,13 @@ from hone.types import RecordedCall
 from hone.wire.base import Answer, AnswerHead
 from hone.wire.json import write_json
 from hone.wire.openai_response_events import INPUT_TOKENS, RESPONSES, ResponseWriter
-from hone.wire.openai_response_items import ItemIds, call_id_of, input_items, output_items
+from hone.wire.openai_response_items import (
+    ItemIds,
+    call_id_of,
+    input_items,
+    output_items,
+    references,
+)
 from hone.wire.openai_responses import ENCRYPTED, ResponsesRequest, check_includes, response_tool
 
 
@@ -96,7 +102,7 @@ def _resume(calls: CallStore, request: ResponsesRequest, max_seq_length: int) ->
     Raises BadRequest, before it builds them, where they are longer than any prompt can be: a
     request of a few bytes can name a long item a thousand times.
     """
-    previous, named = request.body.previous_response_id, request.references
+    previous, named = request.body.previous_response_id, references(request.body.input)
     if previous is None and not named:
         return request
     earlier: list[dict[str, Any]] = []

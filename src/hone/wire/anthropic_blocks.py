@@ -19,9 +19,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from hone.errors import BadRequest
 from hone.wire.base import Event
-from hone.wire.errors import brief
+from hone.wire.errors import brief, invalid_value
 from hone.wire.json import load_object
 from hone.wire.openai_chat import assistant_message, tool_call
 
@@ -52,7 +51,11 @@ def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
     """
     chat: list[dict[str, Any]] = []
     if system:
-        blocks = [b for b in _blocks(system, "system", "system") if not _is_billing(b[1])]
+        blocks = [
+            (where, block)
+            for where, block in _blocks(system, "system", "system")
+            if not str(block.get("text", "")).startswith(BILLING)
+        ]
         chat += [{"role": "system", "content": _text(blocks)}] if blocks else []
     roles = [_role(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for role, turn in groupby(enumerate(messages), key=lambda item: roles[item[0]]):
@@ -68,7 +71,7 @@ def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
 def _role(message: Any, where: str) -> str:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str) or role not in _KINDS:
-        raise _wrong(
+        raise invalid_value(
             where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
         )
     return role
@@ -104,7 +107,7 @@ def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
 def _tool_call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _wrong(f"{where}.input", f"expected an object, got {brief(arguments)}")
+        raise invalid_value(f"{where}.input", f"expected an object, got {brief(arguments)}")
     name, text = _string(block, where, "name"), arguments_text(arguments)
     return tool_call(_string(block, where, "id"), name, text)
 
@@ -129,21 +132,23 @@ def _blocks(content: Any, role: str, where: str) -> list[_Block]:
     if isinstance(content, str):
         return [(where, {"type": "text", "text": content})]
     if not isinstance(content, list):
-        raise _wrong(where, f"expected text or a list of content blocks, got {brief(content)}")
+        raise invalid_value(
+            where, f"expected text or a list of content blocks, got {brief(content)}"
+        )
     if not content and role == "user":
-        raise _wrong(where, "expected at least one content block, got []")
+        raise invalid_value(where, "expected at least one content block, got []")
     blocks = [(f"{where}[{i}]", block) for i, block in enumerate(content)]
     for at, block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in ("image", "document", "search_result", "container_upload"):
-            raise _wrong(
+            raise invalid_value(
                 at,
                 f"got a block of type {kind!r}; this model reads text only, so describe or leave out "
                 "images and files",
             )
         if kind not in _KINDS[role]:
             known = ", ".join(_KINDS[role])
-            raise _wrong(at, f"expected a block of type {known}, got {brief(block)}")
+            raise invalid_value(at, f"expected a block of type {known}, got {brief(block)}")
     return blocks
 
 
@@ -159,16 +164,8 @@ def _text(blocks: list[_Block]) -> str:
 def _string(block: dict[str, Any], where: str, key: str) -> str:
     value = block.get(key)
     if not isinstance(value, str):
-        raise _wrong(f"{where}.{key}", f"expected text, got {brief(value)}")
+        raise invalid_value(f"{where}.{key}", f"expected text, got {brief(value)}")
     return value
-
-
-def _is_billing(block: dict[str, Any]) -> bool:
-    return str(block.get("text", "")).startswith(BILLING)
-
-
-def _wrong(where: str, message: str) -> BadRequest:
-    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")
 
 
 # ---- messages to blocks ------------------------------------------------------------------------

@@ -112,15 +112,12 @@ class MessageWriter:
         }
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
-        if answer.finish == "tool_calls":
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if answer.finish == "length":
-            full = len(answer.token_ids) < (self._request.max_tokens or 0)
-            reason = "model_context_window_exceeded" if full else "max_tokens"
-            return {"stop_reason": reason, "stop_sequence": None}
-        if answer.stop in self._request.stop_sequences:
+        if answer.finish == "stop" and answer.stop in self._request.stop_sequences:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        full = len(answer.token_ids) < (self._request.max_tokens or 0)
+        cut = "model_context_window_exceeded" if full else "max_tokens"
+        reasons = {"tool_calls": "tool_use", "length": cut}
+        return {"stop_reason": reasons.get(answer.finish, "end_turn"), "stop_sequence": None}
 
     def _usage(self, sampled: int) -> dict[str, int]:
         return {

@@ -86,6 +86,10 @@ def bad_request(error: ValidationError, kind: str, known: Iterable[str] = ()) ->
     return BadRequest(f"{where}: {message}" if where else message, param=where or None, code=code)
 
 
+def invalid_value(where: str, message: str) -> BadRequest:
+    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")
+
+
 def unknown_key(key: str, kind: str, known: Iterable[str]) -> BadRequest:
     name = key[:100]
     message = f"{name}: {kind} has no such key.{did_you_mean(name, known)}"

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from hone.errors import BadRequest
-from hone.wire.errors import brief, unknown_key
+from hone.wire.errors import brief, invalid_value, unknown_key
 from hone.wire.openai_chat import ChatRequest
-from hone.wire.openai_response_items import read_input, references
+from hone.wire.openai_response_items import read_input
 from hone.wire.request_body import GenerationBody, Refused
 
 IGNORED = {
@@ -76,7 +75,6 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
 }
 """Keys of the chat completion, as clients of this API know them."""
-_EFFORT = "reasoning_effort"
 
 
 class _Body(GenerationBody):
@@ -159,11 +157,6 @@ class ResponsesRequest:
     def parse(cls, body: dict[str, Any]) -> "ResponsesRequest":
         checked = _Body.parse(body)
         return cls(checked, _chat_request(checked, read_input(checked.input)))
-
-    @property
-    def references(self) -> list[str]:
-        """Ids of earlier items that the input refers to."""
-        return references(self.body.input)
 
     def resumed(
         self,
@@ -268,20 +261,20 @@ def _effort_kwargs(body: _Body) -> dict[str, Any]:
     effort = (body.reasoning or {}).get("effort")
     if effort is None:
         return {}
-    return {_EFFORT: effort} | ({"enable_thinking": False} if effort == "none" else {})
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     """`text.format` as the response_format of a chat completion."""
     text = {key: value for key, value in (text or {}).items() if value is not None}
     if unknown := [key for key in text if key not in ("format", "verbosity")]:
-        raise _bad_value(f"text.{unknown[0][:80]}", "known: text.format and text.verbosity")
+        raise invalid_value(f"text.{unknown[0][:80]}", "known: text.format and text.verbosity")
     written = text.get("format")
     if written is None:
         return None
     kind = written.get("type") if isinstance(written, dict) else None
     if kind not in ("text", "json_object", "json_schema"):
-        raise _bad_value(
+        raise invalid_value(
             "text.format",
             "expected {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'name': "
             f"..., 'schema': ...}}, got {brief(written)}",
@@ -305,7 +298,7 @@ def _tools(body: _Body) -> tuple[list[dict[str, Any]] | None, Any]:
         return tools or None, {"type": "function", "function": {"name": choice.get("name")}}
     allowed = choice.get("tools")
     if choice.get("type") != "allowed_tools" or not isinstance(allowed, list):
-        raise _bad_value(
+        raise invalid_value(
             "tool_choice",
             f"{brief(choice)} is not in this version; send 'auto', 'none', 'required', "
             "{'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'mode': ..., "
@@ -314,7 +307,7 @@ def _tools(body: _Body) -> tuple[list[dict[str, Any]] | None, Any]:
     names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
     shown = [tool for tool in tools if tool["function"]["name"] in names]
     if not names or len({tool["function"]["name"] for tool in shown}) < len(set(map(str, names))):
-        raise _bad_value("tool_choice.tools", f"expected names of tools, got {brief(allowed)}")
+        raise invalid_value("tool_choice.tools", f"expected names of tools, got {brief(allowed)}")
     return shown, choice.get("mode")
 
 
@@ -322,7 +315,7 @@ def chat_tool(tool: Any, where: str) -> dict[str, Any]:
     """A function as the tool of a chat completion; its keys keep their order, as prompts do."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        raise _bad_value(
+        raise invalid_value(
             where,
             f"{brief(kind or tool)} is not in this version; only functions are: {{'type': "
             "'function', 'name': ..., 'parameters': ...}",
@@ -331,9 +324,9 @@ def chat_tool(tool: Any, where: str) -> dict[str, Any]:
     known = ("name", "description", "parameters", "strict")
     for key in [key for key in fields if key not in known]:
         if fields.pop(key):
-            raise _bad_value(f"{where}.{key[:80]}", "not in this version; leave it out")
+            raise invalid_value(f"{where}.{key[:80]}", "not in this version; leave it out")
     if not isinstance(name := fields.get("name"), str) or not name:
-        raise _bad_value(f"{where}.name", f"expected the name of a function, got {brief(name)}")
+        raise invalid_value(f"{where}.name", f"expected the name of a function, got {brief(name)}")
     if fields.get("strict") is False:  # what a tool without the key means
         del fields["strict"]
     return {"type": "function", "function": fields}
@@ -342,7 +335,3 @@ def chat_tool(tool: Any, where: str) -> dict[str, Any]:
 def response_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The tool of a chat completion as this API writes it."""
     return {"type": "function", "strict": False, **tool["function"]}
-
-
-def _bad_value(where: str, message: str) -> BadRequest:
-    return BadRequest(f"{where}: {message}", param=where, code="invalid_value")

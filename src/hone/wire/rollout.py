@@ -19,8 +19,6 @@ from hone.types import RolloutId
 ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
-STEP_HEADER = "X-Hone-Step"
-ALIAS_HEADER = "X-Hone-Alias"
 
 ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512
@@ -28,8 +26,8 @@ _IN_URL = re.compile(r"[A-Za-z0-9_-]+")
 _HEADERS = {
     "rollout": ROLLOUT_HEADER,
     "temperature": TEMPERATURE_HEADER,
-    "step": STEP_HEADER,
-    "alias": ALIAS_HEADER,
+    "step": "X-Hone-Step",
+    "alias": "X-Hone-Alias",
 }
 _ALIAS = r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,199}=[A-Za-z0-9][A-Za-z0-9._~-]{0,259}"
 _FORMS = {
