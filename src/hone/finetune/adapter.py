@@ -14,14 +14,15 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from hone.backends.local import LocalBackend
 from hone.backends.remote import RemoteBackend
 from hone.capture.base import host_of
-from hone.config.build import Served
+from hone.config.build import Builder, Served
 from hone.config.registry import register_trainer_adapter
+from hone.config.schema import FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError, NotFound, ServerError, Unreachable
 from hone.finetune.adapter_config import (
     ARTBackendConfig,
@@ -43,10 +44,6 @@ from hone.model import TrainableModel
 from hone.tally import cancel_all
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RunSpec
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
-    from hone.config.schema import FinetuneConfig
 
 __all__ = ["ARTBackendConfig", "ARTTrainerAdapter", "ARTTrainerAdapterConfig", "ARTTrainingConfig"]
 
@@ -103,7 +100,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
     # ---- the server -------------------------------------------------------------------------
 
-    async def initialize(self, run_config: "FinetuneConfig") -> None:
+    async def initialize(self, run_config: FinetuneConfig) -> None:
         """Connect or start the server, register the model, and load it."""
         await super().initialize(run_config)
         if self.info is not None:
@@ -374,7 +371,7 @@ class ARTTrainerAdapter(TrainerAdapter):
 
 @register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
 async def art_trainer_adapter(
-    config: ARTTrainerAdapterConfig, builder: "Builder"
+    config: ARTTrainerAdapterConfig, builder: Builder
 ) -> AsyncIterator[ARTTrainerAdapter]:
     """A running hone server, or one that the run starts and stops."""
     adapter = ARTTrainerAdapter(config)

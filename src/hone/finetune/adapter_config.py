@@ -9,7 +9,7 @@ defaults apply; only learning_rate and beta have defaults of this block's own.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -17,11 +17,9 @@ from hone.capture.base import host_of
 from hone.config.base import Strict
 from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
+from hone.config.schema import Document
 from hone.model import TrainableModel
 from hone.types import AdvertisedUrl, Name, TrainConfig
-
-if TYPE_CHECKING:
-    from hone.config.schema import Document
 
 
 class ARTBackendConfig(Strict):
@@ -177,7 +175,7 @@ class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_a
     training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
 
 
-def art_config_of(document: "Document") -> ARTTrainerAdapterConfig | None:
+def art_config_of(document: Document) -> ARTTrainerAdapterConfig | None:
     """The block of the run's trainer adapter; None for a plugin's adapter."""
     config = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
     return config if isinstance(config, ARTTrainerAdapterConfig) else None

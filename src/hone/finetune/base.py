@@ -14,17 +14,24 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from hone.capture.base import SeenCall
 from hone.config.base import (
     RewardFunctionConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
+from hone.config.build import Served
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, NotInThisVersion
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.run import Evaluation, EvaluationRunOutput, ItemResult
+from hone.event_log import EventLog
 from hone.finetune.calls import ModelServer, TrainedCalls
+from hone.finetune.journal import Journal
+from hone.finetune.resume import RunState
 from hone.finetune.types import (
     Comparison,
     DPOItem,
@@ -37,15 +44,6 @@ from hone.finetune.types import (
 )
 from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.tally import cancel_all
-
-if TYPE_CHECKING:
-    from hone.capture.base import SeenCall
-    from hone.config.build import Served
-    from hone.evaluation.base import EvalInputItem, EvalOutputItem
-    from hone.evaluation.run import Evaluation, EvaluationRunOutput, ItemResult
-    from hone.event_log import EventLog
-    from hone.finetune.journal import Journal
-    from hone.finetune.resume import RunState
 
 __all__ = [
     "Comparison",
@@ -80,13 +78,11 @@ class TrialRollouts(Protocol):
     preflight.
     """
 
-    async def run_item(
-        self, item: "EvalInputItem", rollout: str, reward: str | None
-    ) -> "ItemResult":
+    async def run_item(self, item: EvalInputItem, rollout: str, reward: str | None) -> ItemResult:
         """One rollout under this id, scored by the evaluator `reward`."""
         ...
 
-    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
+    async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
         """Which of its calls would be trained; `seen` are those that this process made."""
         ...
 
@@ -112,12 +108,12 @@ class TrajectoryBuilder(ABC):
         self.run_config = run_config
         self.trajectory_builder_config.reward = run_config.reward_function
 
-    def bind_evaluation(self, evaluation: "Evaluation") -> None:
+    def bind_evaluation(self, evaluation: Evaluation) -> None:
         """Set the training set, which is built once per run."""
         self.evaluation = evaluation
 
     @property
-    def bound_evaluation(self) -> "Evaluation":
+    def bound_evaluation(self) -> Evaluation:
         """The training set; raises ConfigError if there is none."""
         if self.evaluation is None:
             raise ConfigError(
@@ -126,7 +122,7 @@ class TrajectoryBuilder(ABC):
             )
         return self.evaluation
 
-    async def run_eval(self) -> "EvaluationRunOutput":
+    async def run_eval(self) -> EvaluationRunOutput:
         """Run every example once."""
         return await self.bound_evaluation.run()
 
@@ -145,7 +141,7 @@ class TrajectoryBuilder(ABC):
         """Wait for the rollouts; returns one group per example that has a trajectory."""
 
     async def compute_reward(
-        self, output_item: "EvalOutputItem", meta: dict[str, Any] | None = None
+        self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None
     ) -> float | None:
         """The evaluator's score; None, never 0, if there is none."""
         return None if output_item.score is None else float(output_item.score)
@@ -253,11 +249,11 @@ class TrainerAdapter(ABC):
 class Trainer(ABC):
     """Runs the epochs: collect, select, submit, wait, log."""
 
-    journal: "Journal"
+    journal: Journal
     """What a killed run needs to resume; set by `initialize`."""
-    events: "EventLog"
+    events: EventLog
     """Events of the run; set by `initialize`."""
-    state: "RunState | None" = None
+    state: RunState | None = None
     """What is done, according to the events; None before `initialize`."""
 
     def __init__(self, trainer_config: TrainerConfig) -> None:
@@ -276,16 +272,14 @@ class Trainer(ABC):
         self.trajectory_builder = trajectory_builder
         self.trainer_adapter = trainer_adapter
 
-    def bind_run(
-        self, journal: "Journal", events: "EventLog", state: "RunState | None" = None
-    ) -> None:
+    def bind_run(self, journal: Journal, events: EventLog, state: RunState | None = None) -> None:
         """Set the journal and the events; otherwise `initialize` opens those of output_dir.
 
         `state` must listen to `events`; without it, `initialize` reads them.
         """
         self.journal, self.events, self.state = journal, events, state
 
-    def bind_evaluations(self, training: "Evaluation", validation: "Evaluation | None") -> None:
+    def bind_evaluations(self, training: Evaluation, validation: Evaluation | None) -> None:
         """Set the datasets; they are built after `initialize`, which connects the model."""
         assert self.trajectory_builder is not None, "bind_components comes first"
         self.trajectory_builder.bind_evaluation(training)
@@ -338,7 +332,7 @@ class Trainer(ABC):
         measured = self._calculate_validation_metrics(await self.validation.run())
         return {**measured, "epoch": epoch, "dataset_type": "validation"}
 
-    def _calculate_validation_metrics(self, eval_output: "EvaluationRunOutput") -> dict[str, Any]:
+    def _calculate_validation_metrics(self, eval_output: EvaluationRunOutput) -> dict[str, Any]:
         """Mean, minimum and maximum of the scores; items without a score are only counted."""
         wanted = None if self.trainer_config.reward is None else self.trainer_config.reward.name
         items = [

@@ -18,13 +18,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
+from hone.capture.base import SeenCall
+from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
+from hone.config.schema import Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
-from hone.evaluation.base import EvalOutputItem
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.run import ItemResult
 from hone.finetune.base import (
     Comparison,
     ModelServer,
@@ -53,13 +57,6 @@ from hone.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.jsonable import plain
 
-if TYPE_CHECKING:
-    from hone.capture.base import SeenCall
-    from hone.config.build import Builder
-    from hone.config.schema import Document, FinetuneConfig
-    from hone.evaluation.base import EvalInputItem
-    from hone.evaluation.run import ItemResult
-
 logger = logging.getLogger("hone")
 
 
@@ -70,7 +67,7 @@ class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_tra
     """Rollouts per example. More give a better comparison and cost more."""
 
 
-def num_generations(document: "Document") -> int | None:
+def num_generations(document: Document) -> int | None:
     """Rollouts per example of the run's builder; None for a plugin's builder."""
     config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
     return config.num_generations if isinstance(config, ARTTrajectoryBuilderConfig) else None
@@ -231,9 +228,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     # ---- one rollout ----------------------------------------------------------------------------
 
-    async def run_item(
-        self, item: "EvalInputItem", rollout: str, reward: str | None
-    ) -> "ItemResult":
+    async def run_item(self, item: EvalInputItem, rollout: str, reward: str | None) -> ItemResult:
         """Run and score one rollout for preflight."""
         evaluators = None if reward is None else [reward]
         with evaluators_marked(self.bound_evaluation):
@@ -241,7 +236,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 item, rollout=rollout, evaluators=evaluators
             )
 
-    async def select_calls(self, rollout: str, seen: "Sequence[SeenCall]") -> TrainedCalls:
+    async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
         """The calls that are trained: recorded by the server, or seen by this process."""
         if self.server is None:
             return from_seen(seen, self.targets)
@@ -251,7 +246,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return from_recorded(calls, seen, self.targets)
 
     async def _finish(
-        self, dropped: Counter[str], record: RolloutRecord, result: "ItemResult"
+        self, dropped: Counter[str], record: RolloutRecord, result: ItemResult
     ) -> RolloutRecord:
         """The record with its reward, and with the calls that are trained or why none is."""
         if record.reward is not None:
@@ -277,7 +272,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             update["trained_calls"] = [one.id for one in trained.sampled]
         return record.model_copy(update=update)
 
-    async def _with_reward(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
+    async def _with_reward(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
         """The record with the reward of `compute_reward`, which a plugin may override."""
         score = result.scores[self._reward_name or ""]
         output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
@@ -295,7 +290,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return record.model_copy(update={"reward": reward, "metadata": metadata})
 
     @property
-    def _config(self) -> "FinetuneConfig":
+    def _config(self) -> FinetuneConfig:
         if self.run_config is None:
             raise ConfigError(
                 "ARTTrajectoryBuilder was not initialized; await initialize(run_config) first"
@@ -319,7 +314,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
 @register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
 async def art_trajectory_builder(
-    config: ARTTrajectoryBuilderConfig, builder: "Builder"
+    config: ARTTrajectoryBuilderConfig, builder: Builder
 ) -> AsyncIterator[ARTTrajectoryBuilder]:
     """Groups of rollouts of the same example, with the calls that the server recorded."""
     trajectory_builder = ARTTrajectoryBuilder(config)

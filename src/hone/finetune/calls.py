@@ -11,14 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from hone.capture.base import SeenCall, Step
 from hone.capture.openai import LEFT
 from hone.errors import HoneError
 from hone.types import ModelInfo, RecordedCall
-
-if TYPE_CHECKING:
-    from hone.capture.base import SeenCall, Step
 
 logger = logging.getLogger("hone")
 
@@ -137,7 +135,7 @@ class TrainedCalls:
 
 
 def from_recorded(
-    recorded: Sequence[RecordedCall], seen: "Sequence[SeenCall]", targets: Targets
+    recorded: Sequence[RecordedCall], seen: Sequence[SeenCall], targets: Targets
 ) -> TrainedCalls:
     """Select from the recorded calls; `seen` has the model name that each call requested."""
     requests = {choice["call_id"]: c for c in seen for choice in c.choices if "call_id" in choice}
@@ -174,7 +172,7 @@ def _sampled(one: RecordedCall, place: int) -> SampledCall:
     )
 
 
-def from_seen(seen: "Sequence[SeenCall]", targets: Targets) -> TrainedCalls:
+def from_seen(seen: Sequence[SeenCall], targets: Targets) -> TrainedCalls:
     """Select from the calls to a foreign server; only answers with log-probabilities count."""
     trained = TrainedCalls(foreign=True)
     dropped = trained.dropped
@@ -232,7 +230,7 @@ def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> 
 # ---- values of steps ------------------------------------------------------------------------
 
 
-def shaped_rewards(steps: "Sequence[Step]", sampled: Sequence[SampledCall]) -> list[float] | None:
+def shaped_rewards(steps: Sequence[Step], sampled: Sequence[SampledCall]) -> list[float] | None:
     """One value per trained call: the sum of the values of its `hone.step` calls.
 
     None if no step has a value. A value before the first trained call is not used; a value for a

@@ -19,16 +19,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
 from hone.errors import RolloutError
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
 from hone.rollout_record import RolloutRecord
-
-if TYPE_CHECKING:
-    from hone.config.schema import CurriculumLearningConfig
 
 Groups = Sequence[Sequence[Trajectory]]
 T = TypeVar("T")
@@ -39,13 +37,13 @@ ROUNDING = 1e-9
 """Tolerance for rounding errors: 0.5 - 0.4 < 0.1, and 0.7 x 10 > 7."""
 
 
-def expansions(config: "CurriculumLearningConfig", epoch: int) -> int:
+def expansions(config: CurriculumLearningConfig, epoch: int) -> int:
     """Number of expansions up to this epoch (0-based); none after the share is 1."""
     needed = math.ceil((1 - config.initial_percentile) / config.increment_percentile - ROUNDING)
     return min(epoch // config.expansion_interval, needed)
 
 
-def percentile(config: "CurriculumLearningConfig", epoch: int) -> float:
+def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
     """The share of the groups that is trained in this epoch (0-based)."""
     grown = config.initial_percentile + config.increment_percentile * expansions(config, epoch)
     return min(1.0, round(grown, 9))
@@ -60,7 +58,7 @@ def share(count: int, fraction: float) -> int:
 class Curriculum:
     """The schedule, and the examples that it excludes."""
 
-    config: "CurriculumLearningConfig"
+    config: CurriculumLearningConfig
     seed: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     """current_percentile, last_expansion_epoch (-1: not yet), total_groups (in the first epoch with
@@ -142,7 +140,7 @@ class Curriculum:
 
     @classmethod
     def restore(
-        cls, config: "CurriculumLearningConfig", seed: int, snapshot: Mapping[str, Any]
+        cls, config: CurriculumLearningConfig, seed: int, snapshot: Mapping[str, Any]
     ) -> Self:
         """The curriculum at the time of the snapshot; a new one for an empty snapshot."""
         history = snapshot.get("history", {})

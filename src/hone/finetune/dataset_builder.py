@@ -9,24 +9,22 @@ is the user's, everything else the assistant's. Assistant messages of a prompt, 
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
+from hone.config.schema import Document
 from hone.errors import ConfigError
+from hone.evaluation.base import EvalInputItem
 from hone.finetune.base import TrajectoryBuilder, TrajectoryCollection
 from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
 from hone.finetune.types import Trajectory
 from hone.rollout_record import EpisodeItem
 from hone.wire.openai_chat import TOOLS
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
-    from hone.config.schema import Document
-    from hone.evaluation.base import EvalInputItem
 
 Message = dict[str, JsonValue]
 Objective = Literal["sft", "dpo"]
@@ -77,7 +75,7 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
             ]
         return [_trajectory(*self._conversation(columns, example), tools, example, 0.0)]
 
-    def _pair(self, columns: Mapping[str, Any], example: str) -> "list[tuple[list[Message], int]]":
+    def _pair(self, columns: Mapping[str, Any], example: str) -> list[tuple[list[Message], int]]:
         """Both conversations of a pair, and the number of messages that are context."""
         chosen, rejected = (
             self._answered(columns, key, example) for key in (self.chosen_key, self.rejected_key)
@@ -85,9 +83,7 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
         both = _common(chosen[0], rejected[0])
         return [(messages, max(context, both)) for messages, context in (chosen, rejected)]
 
-    def _conversation(
-        self, columns: Mapping[str, Any], example: str
-    ) -> "tuple[list[Message], int]":
+    def _conversation(self, columns: Mapping[str, Any], example: str) -> tuple[list[Message], int]:
         """A conversation to imitate, and the number of messages that are context."""
         if messages := self._messages(columns, self.messages_key, "user", example):
             return messages, 0
@@ -105,7 +101,7 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
 
     def _answered(
         self, columns: Mapping[str, Any], key: str, example: str
-    ) -> "tuple[list[Message], int]":
+    ) -> tuple[list[Message], int]:
         """The prompt with the answer of a column, and the number of messages of the prompt."""
         prompt = self._messages(columns, self.prompt_key, "user", example)
         answer = self._messages(columns, key, "assistant", example)
@@ -136,13 +132,13 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
         return messages
 
 
-def dataset_config_of(document: "Document") -> DatasetTrajectoryBuilderConfig | None:
+def dataset_config_of(document: Document) -> DatasetTrajectoryBuilderConfig | None:
     """The block of the run's trajectory builder; None if it runs rollouts."""
     config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
     return config if isinstance(config, DatasetTrajectoryBuilderConfig) else None
 
 
-def objective_of(document: "Document") -> Objective | None:
+def objective_of(document: Document) -> Objective | None:
     """What the run's trainer trains on; None for a trainer of a plugin."""
     trainer = document.trainers.get(document.finetuning.trainer or "")
     return None if trainer is None else _OBJECTIVES.get(trainer.type_name)
@@ -185,7 +181,7 @@ class DatasetTrajectoryBuilder(TrajectoryBuilder):
 
 @register_trajectory_builder(config_type=DatasetTrajectoryBuilderConfig)
 async def dataset_trajectory_builder(
-    config: DatasetTrajectoryBuilderConfig, builder: "Builder"
+    config: DatasetTrajectoryBuilderConfig, builder: Builder
 ) -> AsyncIterator[DatasetTrajectoryBuilder]:
     """Conversations and preference pairs of the dataset, for `sft_trainer` and `dpo_trainer`."""
     yield DatasetTrajectoryBuilder(config, objective_of(builder.document))

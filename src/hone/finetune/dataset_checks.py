@@ -9,10 +9,11 @@ Columns that are named, or that the reward function requires, must be in some ro
 
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hone.config.base import DatasetBaseConfig
 from hone.config.problems import Mistakes, Place, Problem
 from hone.config.problems import Path as Keys
+from hone.config.schema import Document
 from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import (
     FILE_DATASETS,
@@ -24,15 +25,11 @@ from hone.evaluation.datasets import (
 from hone.finetune.dataset_builder import dataset_config_of, objective_of
 from hone.workflow.target import load_target
 
-if TYPE_CHECKING:
-    from hone.config.base import DatasetBaseConfig
-    from hone.config.schema import Document
-
 DATASET = ("eval", "general", "dataset")
 
 
 def check_file(
-    option: str, file: Path | None, document: "Document | None", reward: str | None = None
+    option: str, file: Path | None, document: Document | None, reward: str | None = None
 ) -> list[Problem]:
     """Mistakes in a dataset file of the command line, which is read as the document says."""
     config = None if document is None else document.eval.general.dataset
@@ -51,14 +48,14 @@ def check_file(
     return problems
 
 
-def dataset_mistakes(document: "Document", reward: str | None) -> Mistakes:
+def dataset_mistakes(document: Document, reward: str | None) -> Mistakes:
     """Mistakes in the document's own dataset."""
     config = document.eval.general.dataset
     if isinstance(config, FILE_DATASETS) and config.file_path is not None:
         yield from _row_mistakes(config, document, reward)
 
 
-def conversation_mistakes(document: "Document", file: Path | None) -> Mistakes:
+def conversation_mistakes(document: Document, file: Path | None) -> Mistakes:
     """The first row that is no conversation, if the run trains on conversations."""
     builder, config = dataset_config_of(document), document.eval.general.dataset
     if (
@@ -80,8 +77,8 @@ def conversation_mistakes(document: "Document", file: Path | None) -> Mistakes:
 
 
 def _row_mistakes(
-    config: "DatasetBaseConfig",
-    document: "Document | None",
+    config: DatasetBaseConfig,
+    document: Document | None,
     reward: str | None,
     file: Path | None = None,
 ) -> Mistakes:
@@ -114,7 +111,7 @@ def _row_mistakes(
             yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
 
 
-def _target_with_expected(document: "Document | None", reward: str | None) -> str | None:
+def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
     """The reward's function, if it requires the expected answer."""
     config = None if document is None else document.eval.evaluators.get(reward or "")
     target = getattr(config, "target", None)

@@ -18,10 +18,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.config import registry
 from hone.config.problems import Path as Keys
+from hone.config.schema import Document, FinetuneRunConfig
 from hone.config.secrets import Secrets
 from hone.disk import sha256_of
 from hone.evaluation.datasets import CustomDataset, as_target
@@ -30,10 +31,6 @@ from hone.workflow.command import CommandConfig
 from hone.workflow.framework import FrameworkConfig
 from hone.workflow.jsonable import plain
 from hone.workflow.target import source_of
-
-if TYPE_CHECKING:
-    from hone.config.schema import Document, FinetuneRunConfig
-
 
 FREE = (
     "finetuning.num_epochs",
@@ -74,7 +71,7 @@ CODE = "code"
 
 
 def fingerprint_of(
-    document: "Document", options: "FinetuneRunConfig", validating: "Document | None" = None
+    document: Document, options: FinetuneRunConfig, validating: Document | None = None
 ) -> dict[str, Any]:
     """The fingerprint; `validating` is the document of --validation_config_file."""
     written = Secrets(document.loaded.data).hide(document.loaded.data)
@@ -128,7 +125,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def _file_of(document: "Document") -> Path | None:
+def _file_of(document: Document) -> Path | None:
     dataset = document.eval.general.dataset
     return None if dataset is None else dataset.file_path
 
@@ -139,7 +136,7 @@ def resume_arguments(arguments: Sequence[str], resume: str) -> list[str]:
     return [*rest, "-o", "finetuning.resume", "auto"] if resume == "never" else rest
 
 
-def evaluators_of(name: str, training: "Document", validation: "Document | None") -> dict[str, str]:
+def evaluators_of(name: str, training: Document, validation: Document | None) -> dict[str, str]:
     """The evaluators, for the report; two if the validation's file has another one."""
     documents = [one for one in (training, validation) if one and name in one.eval.evaluators]
     configs = [one.eval.evaluators[name] for one in documents]
@@ -184,7 +181,7 @@ NO_CODE = INSTALLED | {"__pycache__", "node_modules", ".git"}
 PREPARE = ("eval", "general", "output", "custom_pre_eval_process_function")
 
 
-def targets_of(document: "Document", evaluators: Collection[str]) -> Iterator[tuple[Keys, str]]:
+def targets_of(document: Document, evaluators: Collection[str]) -> Iterator[tuple[Keys, str]]:
     """The user's functions that a document names: the key of each, and `file.py:function`."""
     scores = {name: document.eval.evaluators[name] for name in evaluators}
     blocks = [
@@ -202,7 +199,7 @@ def targets_of(document: "Document", evaluators: Collection[str]) -> Iterator[tu
         yield PREPARE, as_target(general.output.custom_pre_eval_process_function)
 
 
-def code_of(document: "Document") -> dict[str, str]:
+def code_of(document: Document) -> dict[str, str]:
     """SHA-256 of each file of code, by its path from the configuration's directory."""
     directory = document.file.resolve().parent
     files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
@@ -230,7 +227,7 @@ def code_of(document: "Document") -> dict[str, str]:
     return dict(sorted(digests.items()))
 
 
-def _plugins(document: "Document") -> Iterator[str]:
+def _plugins(document: Document) -> Iterator[str]:
     """Modules of the components that plugins registered."""
     run, general = document.finetuning, document.eval.general
     reward = None if run.reward_function is None else run.reward_function.name
@@ -250,7 +247,7 @@ def _plugins(document: "Document") -> Iterator[str]:
 
 
 def _program(
-    config: CommandConfig, document: "Document", directory: Path
+    config: CommandConfig, document: Document, directory: Path
 ) -> Iterator[tuple[Path, Path]]:
     """Files of a program, each with the directory that its imports are looked for in."""
     for place, argument in enumerate(config.command):

@@ -18,23 +18,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
-from hone.event_log import first_error
+from hone.event_log import EventLog, first_error
 from hone.finetune.fingerprint import differences
 from hone.finetune.records import event_fields, trajectory_of
 from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.rollout_record import RolloutRecord, Split, file_name
 from hone.types import Strict
-
-if TYPE_CHECKING:
-    from hone.event_log import EventLog
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
@@ -255,7 +252,7 @@ async def run_recorded(
     run_id: str,
     *,
     journal: Journal | None,
-    events: "EventLog | None",
+    events: EventLog | None,
     retries: int,
     **place: Any,
 ) -> RolloutRecord:

@@ -9,22 +9,20 @@ again after a kill is the same job.
 """
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from hone.config.build import Builder
 from hone.config.problems import Mistakes
 from hone.config.registry import TrainerConfig, register_trainer
+from hone.config.schema import Document
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.base import TrajectoryCollection
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.trainer import ARTTrainer
 from hone.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder
-    from hone.config.schema import Document
 
 
 class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
@@ -70,18 +68,18 @@ class SFTTrainer(ARTTrainer):
 
 
 @register_trainer(config_type=DPOTrainerConfig)
-async def dpo_trainer(config: DPOTrainerConfig, builder: "Builder") -> AsyncIterator[DPOTrainer]:
+async def dpo_trainer(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[DPOTrainer]:
     """Runs the epochs with the loss `dpo`."""
     yield DPOTrainer(config)
 
 
 @register_trainer(config_type=SFTTrainerConfig)
-async def sft_trainer(config: SFTTrainerConfig, builder: "Builder") -> AsyncIterator[SFTTrainer]:
+async def sft_trainer(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[SFTTrainer]:
     """Runs the epochs with the loss `sft`."""
     yield SFTTrainer(config)
 
 
-def objective_mistakes(document: "Document") -> Mistakes:
+def objective_mistakes(document: Document) -> Mistakes:
     """Mistakes in how trainer, trajectory builder and adapter fit together."""
     config, adapter = document.finetuning, art_config_of(document)
     trainer = document.trainers.get(config.trainer or "")

@@ -14,11 +14,15 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hone.capture.scope import rollout
+from hone.config.build import Builder, Served
 from hone.config.policy import address_of
+from hone.config.schema import Document
 from hone.errors import HoneError
+from hone.evaluation.base import EvalInputItem
+from hone.evaluation.run import Evaluation, ItemResult
 from hone.finetune.adapter import NO_CONNECTION
 from hone.finetune.base import ModelServer, TrainerAdapter, TrajectoryBuilder, TrialRollouts
 from hone.finetune.calls import (
@@ -30,14 +34,8 @@ from hone.finetune.calls import (
 )
 from hone.finetune.plan import plan
 from hone.tally import run_together
-
-if TYPE_CHECKING:
-    from hone.config.build import Builder, Served
-    from hone.config.schema import Document
-    from hone.evaluation.base import EvalInputItem
-    from hone.evaluation.run import Evaluation, ItemResult
-    from hone.types import Failure
-    from hone.workflow.llm import LLM
+from hone.types import Failure
+from hone.workflow.llm import LLM
 
 PROBE_S = 120.0
 """Timeout for one token; the model is loaded by then."""
@@ -81,11 +79,11 @@ def failures(checks: Sequence[Check]) -> list[Check]:
 
 async def preflight(
     *,
-    document: "Document",
-    builder: "Builder",
+    document: Document,
+    builder: Builder,
     trajectory_builder: TrajectoryBuilder,
     trainer_adapter: TrainerAdapter,
-    evaluation: "Evaluation",
+    evaluation: Evaluation,
     run_id: str,
 ) -> list[Check]:
     """Run all checks; the run must be open on the server."""
@@ -136,7 +134,7 @@ def _base_model(server: ModelServer) -> Check:
 
 
 async def _llms(
-    document: "Document", builder: "Builder", server: ModelServer, served: "Served", run_id: str
+    document: Document, builder: Builder, server: ModelServer, served: Served, run_id: str
 ) -> list[Check]:
     """One token from each entry that is served by the training server."""
     reachable = [name for name, config in document.llms.items() if config.has_openai_api]
@@ -173,7 +171,7 @@ async def _llms(
     return [Check("llm", False, f"{message} {more}")]
 
 
-async def _reaches(llm: "LLM", server: ModelServer, run_id: str) -> Check:
+async def _reaches(llm: LLM, server: ModelServer, run_id: str) -> Check:
     """Request one token, and check that it has all that training needs."""
     import openai  # here: it takes a second
 
@@ -221,7 +219,7 @@ class _Trials:
     """The checks that run one example twice."""
 
     def __init__(
-        self, document: "Document", adapter: TrainerAdapter, item: "EvalInputItem", run_id: str
+        self, document: Document, adapter: TrainerAdapter, item: EvalInputItem, run_id: str
     ) -> None:
         reward = document.finetuning.reward_function
         assert reward is not None, "no run is read without one"
@@ -251,7 +249,7 @@ class _Trials:
                 checks += [self._differ(both), *self._valued(results)]
         return [*checks, self._scored(results), self._cost(results)]
 
-    def _ran(self, results: "Sequence[ItemResult]") -> Check:
+    def _ran(self, results: Sequence[ItemResult]) -> Check:
         failed = [run.rollout.failure for run in results if run.rollout and run.rollout.failure]
         for one in failed:
             if one.kind == "infrastructure":
@@ -321,7 +319,7 @@ class _Trials:
             "cache.",
         )
 
-    def _valued(self, results: "Sequence[ItemResult]") -> list[Check]:
+    def _valued(self, results: Sequence[ItemResult]) -> list[Check]:
         """Whether the calls have the values that `credit` compares."""
         credit = self._adapter.comparison.credit
         steps = [step for run in results if run.rollout for step in run.rollout.steps]
@@ -337,7 +335,7 @@ class _Trials:
             )
         ]
 
-    def _scored(self, results: "Sequence[ItemResult]") -> Check:
+    def _scored(self, results: Sequence[ItemResult]) -> Check:
         where = f"evaluator {self._reward!r} on {self._example}"
         scores = [run.scores[self._reward] for run in results if self._reward in run.scores]
         failed = [score.failure for score in scores if score.failure is not None]
@@ -346,7 +344,7 @@ class _Trials:
         values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None) or "none yet"
         return Check("score", True, f"{where}: {values}", warning=bool(failed) or not scores)
 
-    def _cost(self, results: "Sequence[ItemResult]") -> Check:
+    def _cost(self, results: Sequence[ItemResult]) -> Check:
         ran = [run.rollout for run in results if run.rollout is not None]
         calls = [call for one in ran for call in one.calls]
         tokens = sum((call.usage or {}).get("completion_tokens", 0) for call in calls)
@@ -359,7 +357,7 @@ class _Trials:
         )
 
 
-def _described(failure: "Failure") -> str:
+def _described(failure: Failure) -> str:
     """The exception, with the end of its traceback."""
     tail = failure.traceback.rstrip().splitlines()[-4:]
     return "\n".join([f"{failure.type}: {failure.message}", *tail])

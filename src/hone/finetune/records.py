@@ -7,23 +7,21 @@ Out:  a RolloutRecord, as the journal stores it, its event and its trajectory
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import JsonValue
 
+from hone.capture.base import SeenCall
+from hone.config.schema import FinetuneConfig
 from hone.disk import append_lines
+from hone.evaluation.run import ItemResult
 from hone.finetune.types import Trajectory
 from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, Split, StepRecord
 from hone.workflow.jsonable import plain
 
-if TYPE_CHECKING:
-    from hone.capture.base import SeenCall
-    from hone.config.schema import FinetuneConfig
-    from hone.evaluation.run import ItemResult
-
 
 def record_of(
-    result: "ItemResult",
+    result: ItemResult,
     *,
     split: Split,
     epoch: int,
@@ -98,7 +96,7 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
     }
 
 
-def reward_or_substitute(record: RolloutRecord, config: "FinetuneConfig") -> float | None:
+def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
     """Its reward, or the one of `on_policy_failure`; None if it is dropped."""
     failure, instead = record.failure, config.on_policy_failure
     if failure is None:
@@ -114,7 +112,7 @@ def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> Non
     append_lines(Path(directory) / name, json.dumps(line).encode() + b"\n")
 
 
-def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | None:
+def _failure(result: ItemResult, reward_name: str | None) -> FailureRecord | None:
     failed = None if result.rollout is None else result.rollout.failure
     if failed is not None:
         named = {"kind": failed.kind, "reason": failed.reason}
@@ -132,7 +130,7 @@ def _failure(result: "ItemResult", reward_name: str | None) -> FailureRecord | N
     return FailureRecord.model_validate({"kind": "infrastructure", "reason": "evaluator", **fields})
 
 
-def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
+def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:
     """The first request to the policy; calls that name a step are for a frozen model."""
     for call in calls:
         chat = call.is_chat and call.messages is not None
@@ -142,7 +140,7 @@ def _first_request(calls: "tuple[SeenCall, ...]") -> dict[str, Any] | None:
     return None
 
 
-def _call_record(call: "SeenCall", conversation: list[dict[str, Any]]) -> CallRecord:
+def _call_record(call: SeenCall, conversation: list[dict[str, Any]]) -> CallRecord:
     """The call; its text only where it is not part of the last conversation."""
     usage, messages, reply = call.usage or {}, call.messages or [], call.reply
     held = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
@@ -165,7 +163,7 @@ def _call_record(call: "SeenCall", conversation: list[dict[str, Any]]) -> CallRe
     )
 
 
-def _last_conversation(calls: "tuple[SeenCall, ...]") -> list[dict[str, Any]]:
+def _last_conversation(calls: tuple[SeenCall, ...]) -> list[dict[str, Any]]:
     for call in reversed(calls):
         if call.messages is not None and call.reply is not None:
             return [*call.messages, call.reply]

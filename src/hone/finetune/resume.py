@@ -10,21 +10,19 @@ therefore does the same as one that was never interrupted.
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
+from hone.config.schema import EarlyStoppingConfig, FinetuneConfig
 from hone.errors import RolloutError
+from hone.evaluation.base import EvalInputItem
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum, none_collected
+from hone.finetune.journal import Journal
 from hone.finetune.types import TrainingStatusEnum
 from hone.report.history import History, Validation
 from hone.report.text import counted
 from hone.rollout_record import RolloutRecord
-
-if TYPE_CHECKING:
-    from hone.config.schema import EarlyStoppingConfig, FinetuneConfig
-    from hone.evaluation.base import EvalInputItem
-    from hone.finetune.journal import Journal
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 
@@ -34,7 +32,7 @@ T = TypeVar("T")
 class RoundPlan(NamedTuple):
     """The examples of one round."""
 
-    items: list["EvalInputItem"]
+    items: list[EvalInputItem]
     """Examples to run."""
     drawn: list[str]
     """Ids of these examples and of those that the curriculum skips."""
@@ -43,7 +41,7 @@ class RoundPlan(NamedTuple):
 class RunState:
     """The state of a run, updated by its events."""
 
-    def __init__(self, config: "FinetuneConfig", past: Iterable[Event] = ()) -> None:
+    def __init__(self, config: FinetuneConfig, past: Iterable[Event] = ()) -> None:
         self.config = config
         self.history = History()
         self._failed_jobs: Counter[tuple[int, int]] = Counter()
@@ -54,7 +52,7 @@ class RunState:
             self.add(event)
 
     @classmethod
-    def follow(cls, config: "FinetuneConfig", events: EventLog) -> Self:
+    def follow(cls, config: FinetuneConfig, events: EventLog) -> Self:
         """The state after the events so far, and after each that will be appended."""
         state = cls(config, read(events.path))
         events.listeners.append(state.add)
@@ -120,7 +118,7 @@ class RunState:
         """Why early stopping ends the run; None if it does not."""
         return reason_to_stop(self.history.validations, self.config.early_stopping)
 
-    def rounds(self, items: Sequence["EvalInputItem"], epoch: int) -> list[RoundPlan]:
+    def rounds(self, items: Sequence[EvalInputItem], epoch: int) -> list[RoundPlan]:
         """The epoch's examples, round by round."""
         if self._planned is not None and self._planned[0] == epoch:
             return self._planned[1]
@@ -184,7 +182,7 @@ def rounds_of(examples: Sequence[T], size: int | None) -> list[list[T]]:
 
 
 def known_rollouts(
-    journal: "Journal",
+    journal: Journal,
     epoch: int,
     round: int,
     wanted: Collection[tuple[str, int]],
@@ -227,7 +225,7 @@ def gave_nothing(
 
 
 def reason_to_stop(
-    validations: Sequence[Validation], config: "EarlyStoppingConfig | None"
+    validations: Sequence[Validation], config: EarlyStoppingConfig | None
 ) -> str | None:
     """Why to stop: the last `patience` validations brought no improvement; None if they did."""
     if config is None:

@@ -14,16 +14,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import from_json
 
 from hone.capture.base import SeenCall, Step
 from hone.capture.scope import outside_rollouts
+from hone.config.schema import FinetuneConfig
 from hone.disk import append_lines, open_lines
 from hone.errors import StateError
+from hone.evaluation.base import EvalInputItem
 from hone.evaluation.groups import Member, RolloutGroup
 from hone.evaluation.results import ItemResult
+from hone.evaluation.run import Evaluation
+from hone.event_log import EventLog
 from hone.finetune.calls import EVALUATION
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import record_of
@@ -31,17 +35,11 @@ from hone.rollout_record import RolloutRecord, Split
 from hone.workflow.jsonable import dumps
 from hone.workflow.run import RolloutResult
 
-if TYPE_CHECKING:
-    from hone.config.schema import FinetuneConfig
-    from hone.evaluation.base import EvalInputItem
-    from hone.evaluation.run import Evaluation
-    from hone.event_log import EventLog
-
 Finish = Callable[[RolloutRecord, ItemResult], Awaitable[RolloutRecord]]
 """Completes the record of a rollout before it is written."""
 
 
-def evaluators_marked(evaluation: "Evaluation") -> AbstractContextManager[Any]:
+def evaluators_marked(evaluation: Evaluation) -> AbstractContextManager[Any]:
     """A scope in which calls of evaluators carry `EVALUATION` and belong to no rollout."""
     host = evaluation.host
     return nullcontext() if host is None else outside_rollouts(EVALUATION, host=host)
@@ -52,15 +50,15 @@ class Rollouts:
 
     def __init__(
         self,
-        evaluation: "Evaluation",
-        config: "FinetuneConfig",
-        items: "Sequence[EvalInputItem]",
+        evaluation: Evaluation,
+        config: FinetuneConfig,
+        items: Sequence[EvalInputItem],
         generations: range,
         *,
         known: Mapping[tuple[str, int], RolloutRecord],
         run_id: str,
         journal: Journal | None,
-        events: "EventLog | None",
+        events: EventLog | None,
         session: int,
         split: Split,
         epoch: int,
@@ -92,7 +90,7 @@ class Rollouts:
                 )
 
     async def run(
-        self, item: "EvalInputItem", generation: int, finish: Finish, **options: Any
+        self, item: EvalInputItem, generation: int, finish: Finish, **options: Any
     ) -> RolloutRecord:
         """The record of a rollout, which is run unless it is known.
 
@@ -140,7 +138,7 @@ class Rollouts:
             self._unscored.unlink(missing_ok=True)
 
     async def _run_item(
-        self, item: "EvalInputItem", generation: int, rollout: str, options: dict[str, Any]
+        self, item: EvalInputItem, generation: int, rollout: str, options: dict[str, Any]
     ) -> ItemResult:
         """Run and score the rollout, with its group if there is one."""
         group, member = self._groups.get(item.id), None
@@ -153,7 +151,7 @@ class Rollouts:
             item, rollout=rollout, evaluators=self._evaluators, member=member, **options
         )
 
-    async def _score(self, rollout: str, item: "EvalInputItem", member: Member) -> ItemResult:
+    async def _score(self, rollout: str, item: EvalInputItem, member: Member) -> ItemResult:
         """Score a rollout that ended in an earlier start."""
         scored = await self._evaluation.score_item(item, evaluators=self._evaluators, member=member)
         ran = RolloutResult(
@@ -166,7 +164,7 @@ class Rollouts:
         )
         return ItemResult(scored.item, ran, scored.scores)
 
-    def _note(self, example: str, generation: int, rollout: str, item: "EvalInputItem") -> None:
+    def _note(self, example: str, generation: int, rollout: str, item: EvalInputItem) -> None:
         """Write a rollout that has ended and waits for others of its group."""
         if self._unscored is None:
             return
@@ -184,8 +182,8 @@ class Rollouts:
 
 
 def _read(
-    path: Path | None, round: int, items: "dict[str, EvalInputItem]"
-) -> "dict[tuple[str, int], tuple[str, EvalInputItem]]":
+    path: Path | None, round: int, items: dict[str, EvalInputItem]
+) -> dict[tuple[str, int], tuple[str, EvalInputItem]]:
     """Rollouts of the round that ended, by example and generation."""
     if path is None or not path.exists():
         return {}

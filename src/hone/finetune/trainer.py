@@ -21,9 +21,11 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hone.config.build import Builder
 from hone.config.registry import TrainerConfig, register_trainer
+from hone.config.schema import FinetuneConfig
 from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.event_log import FILE, EventLog
 from hone.finetune.base import (
@@ -42,10 +44,6 @@ from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.writer import Files
 
-if TYPE_CHECKING:
-    from hone.config.build import Builder
-    from hone.config.schema import FinetuneConfig
-
 log = logging.getLogger("hone")
 
 GRACE_S = 60.0
@@ -58,7 +56,7 @@ COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 class ARTTrainer(Trainer):
     """Runs the epochs of a finetuning run that are not done yet."""
 
-    _config: "FinetuneConfig"
+    _config: FinetuneConfig
     _builder: TrajectoryBuilder
     _adapter: TrainerAdapter
     _state: RunState
@@ -74,7 +72,7 @@ class ARTTrainer(Trainer):
         self._is_alone = False
         """Whether it runs without `hone finetune`, which draws the last plot for its report."""
 
-    async def initialize(self, run_config: "FinetuneConfig") -> None:
+    async def initialize(self, run_config: FinetuneConfig) -> None:
         """Connect the backend, and resume the run where its events end."""
         self._is_alone = not hasattr(self, "journal")
         if self._is_alone:
@@ -395,6 +393,6 @@ class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
 
 
 @register_trainer(config_type=ARTTrainerConfig)
-async def art_trainer(config: ARTTrainerConfig, builder: "Builder") -> AsyncIterator[ARTTrainer]:
+async def art_trainer(config: ARTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
     """Runs the epochs: validate, collect, select, submit, wait."""
     yield ARTTrainer(config)

@@ -13,26 +13,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hone.config.schema import FinetuneConfig
 from hone.errors import RolloutError
+from hone.evaluation.run import Evaluation, ItemResult
+from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
+from hone.finetune.base import TrainerAdapter
 from hone.finetune.curriculum import check_failures
 from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
+from hone.finetune.resume import RunState
 from hone.finetune.rollouts import Rollouts
 from hone.report.comparison import to_confirm
 from hone.report.history import Validation
 from hone.report.text import counted, failed
 from hone.rollout_record import RolloutRecord
 from hone.tally import run_together
-
-if TYPE_CHECKING:
-    from hone.config.schema import FinetuneConfig
-    from hone.evaluation.run import Evaluation, ItemResult
-    from hone.event_log import EventLog
-    from hone.finetune.base import TrainerAdapter
-    from hone.finetune.resume import RunState
 
 log = logging.getLogger("hone")
 
@@ -42,12 +40,12 @@ class Validator:
 
     def __init__(
         self,
-        evaluation: "Evaluation",
-        config: "FinetuneConfig",
+        evaluation: Evaluation,
+        config: FinetuneConfig,
         journal: Journal,
-        events: "EventLog",
-        state: "RunState",
-        adapter: "TrainerAdapter",
+        events: EventLog,
+        state: RunState,
+        adapter: TrainerAdapter,
     ) -> None:
         self.evaluation, self.config, self.adapter = evaluation, config, adapter
         self.journal, self.events, self.state = journal, events, state
@@ -112,7 +110,7 @@ class Validator:
             if outcome["error"]:
                 return
 
-    async def _finish(self, record: RolloutRecord, result: "ItemResult") -> RolloutRecord:
+    async def _finish(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
         return record.model_copy(update={"reward": reward_or_substitute(record, self.config)})
 
     def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
