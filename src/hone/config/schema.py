@@ -212,6 +212,11 @@ class FinetuneConfig(Strict):
     record_calls: bool = Field(default=False, exclude=True)
     """Whether rollouts are written with their model calls; set for loggers that send them."""
 
+    @property
+    def reward_name(self) -> str | None:
+        """The evaluator that computes the rewards; a run always has one."""
+        return None if self.reward_function is None else self.reward_function.name
+
     @model_validator(mode="after")
     def _the_three_parts_are_named(self) -> Self:
         missing = [part for part in SECTION_OF if getattr(self, part) is None]

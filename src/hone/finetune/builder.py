@@ -274,7 +274,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
 
     async def _with_reward(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
         """The record with the reward of `compute_reward`, which a plugin may override."""
-        score = result.scores[self._reward_name or ""]
+        score = result.scores[self._config.reward_name or ""]
         output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
         meta = record.model_dump(include={"epoch", "round", "rollout", "generation"})
         try:
@@ -305,11 +305,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if self.num_generations == 1 or (with_batch and by_default):
             return 1
         return self._config.min_group_size
-
-    @property
-    def _reward_name(self) -> str | None:
-        reward = self._config.reward_function
-        return None if reward is None else reward.name
 
 
 @register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)

@@ -47,7 +47,7 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
             document, options.dataset, validates=validates, endpoint=options.endpoint
         ),
     )
-    reward = _reward_of(document)
+    reward = document and document.finetuning.reward_name
     validation, held_out = None, document
     if options.validation_config_file is not None:
         validation, wrong = _examine(
@@ -102,12 +102,6 @@ def _examine(
     return readable, problems
 
 
-def _reward_of(document: Document | None) -> str | None:
-    """The evaluator that computes the rewards."""
-    reward = None if document is None else document.finetuning.reward_function
-    return None if reward is None else reward.name
-
-
 # ---- the document ------------------------------------------------------------------------------
 
 
@@ -122,7 +116,7 @@ def _run_mistakes(
     if is_run(document.loaded):
         scores = ", ".join(document.eval.evaluators) or "there is none yet"
         yield from _missing(document, dataset, "--dataset", endpoint)
-        if document.finetuning.reward_function is None:
+        if document.finetuning.reward_name is None:
             yield (
                 ("finetuning", "reward_function"),
                 f"is missing; name one of eval.evaluators ({scores}), as reward_function: "
@@ -144,7 +138,7 @@ def _run_mistakes(
     yield from _logger_mistakes(document)
     yield from _base_model(document)
     if dataset is None:
-        yield from dataset_mistakes(document, _reward_of(document))
+        yield from dataset_mistakes(document, document.finetuning.reward_name)
 
 
 def _validation_mistakes(

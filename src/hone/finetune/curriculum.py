@@ -1,7 +1,7 @@
 """Select what a round trains on: groups by example, easy ones first, and their metrics.
 
 In:   the records of a round; the curriculum's configuration, how trajectories are compared, a seed
-Out:  the examples to run, the groups to train on, metrics; RolloutError if too many rollouts failed
+Out:  the examples to run, the groups to train on, metrics; an error if too many rollouts failed
 
 A group has the rollouts of one example: comparing answers to different questions would reward the
 easier question. The mean reward of its group says how easy an example is. Examples are identified
@@ -23,7 +23,6 @@ from typing import Any, Self, TypeVar
 
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
-from hone.errors import RolloutError
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
 from hone.rollout_record import RolloutRecord
@@ -282,12 +281,14 @@ def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float |
     }
 
 
-def check_failures(records: Sequence[RolloutRecord], *, where: str, allowed: float) -> None:
-    """Raise RolloutError if too many rollouts have infrastructure failures."""
+def infrastructure_error(
+    records: Sequence[RolloutRecord], *, where: str, allowed: float
+) -> str | None:
+    """The error of too many infrastructure failures; None if there are few."""
     failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
     if len(failed) <= allowed * len(records):
-        return
-    raise RolloutError(
+        return None
+    return (
         f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
         f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
         f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "

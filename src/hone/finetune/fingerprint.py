@@ -203,9 +203,8 @@ def code_of(document: Document) -> dict[str, str]:
     """SHA-256 of each file of code, by its path from the configuration's directory."""
     directory = document.file.resolve().parent
     files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
-    reward = document.finetuning.reward_function
-    scores = [] if reward is None or reward.name not in document.eval.evaluators else [reward.name]
-    entries = [source_of(target, directory) for _, target in targets_of(document, scores)]
+    reward = [n for n in document.eval.evaluators if n == document.finetuning.reward_name]
+    entries = [source_of(target, directory) for _, target in targets_of(document, reward)]
     entries += [source_of(f"{name}:_", directory) for name in _plugins(document)]
     blocks = [*document.functions.values(), document.workflow]
     entries += [source_of(b.target, directory) for b in blocks if isinstance(b, FrameworkConfig)]
@@ -230,12 +229,11 @@ def code_of(document: Document) -> dict[str, str]:
 def _plugins(document: Document) -> Iterator[str]:
     """Modules of the components that plugins registered."""
     run, general = document.finetuning, document.eval.general
-    reward = None if run.reward_function is None else run.reward_function.name
     used = [
         *(("llm_provider", config) for config in document.llms.values()),
         *(("function", config) for config in (*document.functions.values(), document.workflow)),
         ("dataset_loader", general.dataset),
-        ("evaluator", document.eval.evaluators.get(reward or "")),
+        ("evaluator", document.eval.evaluators.get(run.reward_name or "")),
         ("trajectory_builder", document.trajectory_builders.get(run.trajectory_builder or "")),
         ("trainer_adapter", document.trainer_adapters.get(run.trainer_adapter or "")),
         ("trainer", document.trainers.get(run.trainer or "")),

@@ -221,9 +221,7 @@ class _Trials:
     def __init__(
         self, document: Document, adapter: TrainerAdapter, item: EvalInputItem, run_id: str
     ) -> None:
-        reward = document.finetuning.reward_function
-        assert reward is not None, "no run is read without one"
-        self._config, self._adapter, self._reward = document.finetuning, adapter, reward.name
+        self._config, self._adapter = document.finetuning, adapter
         self._item, self._example, self._run_id = item, f"example {item.id!r}", run_id
 
     async def checks(self, trial: TrialRollouts) -> list[Check]:
@@ -232,7 +230,8 @@ class _Trials:
         before = await count_unscoped(server, self._run_id)
         draw = secrets.token_hex(6)
         ids = [f"{self._run_id}:preflight.{draw}.{i}" for i in (0, 1)]
-        results = await run_together(trial.run_item(self._item, id, self._reward) for id in ids)
+        reward = self._config.reward_name
+        results = await run_together(trial.run_item(self._item, id, reward) for id in ids)
         checks = [self._ran(results)]
         if not failures(checks):
             both = [
@@ -336,8 +335,9 @@ class _Trials:
         ]
 
     def _scored(self, results: Sequence[ItemResult]) -> Check:
-        where = f"evaluator {self._reward!r} on {self._example}"
-        scores = [run.scores[self._reward] for run in results if self._reward in run.scores]
+        reward = self._config.reward_name
+        where = f"evaluator {reward!r} on {self._example}"
+        scores = [run.scores[reward] for run in results if reward in run.scores]
         failed = [score.failure for score in scores if score.failure is not None]
         if scores and len(failed) == len(scores):
             return Check("score", False, f"{where} gives no score: {_described(failed[0])}")

@@ -19,12 +19,9 @@ from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum, none_collected
 from hone.finetune.journal import Journal
-from hone.finetune.types import TrainingStatusEnum
 from hone.report.history import History, Validation
 from hone.report.text import counted
 from hone.rollout_record import RolloutRecord
-
-COMPLETED = TrainingStatusEnum.COMPLETED
 
 T = TypeVar("T")
 
@@ -69,7 +66,7 @@ class RunState:
     def is_done(self, epoch: int) -> bool:
         """Whether the epoch completed."""
         done = self.history.done.get(epoch)
-        return done is not None and done.status == COMPLETED
+        return done is not None and done.status == "completed"
 
     def epochs_done(self, num_epochs: int) -> str:
         """Number of epochs that are done, as `1 epoch is` or `2 epochs are`."""
@@ -99,7 +96,7 @@ class RunState:
     def is_finished(self, num_epochs: int) -> bool:
         """Whether the run completed and nothing is left to do."""
         ended = self.history.finished
-        if ended is None or ended.status != COMPLETED:
+        if ended is None or ended.status != "completed":
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
 

@@ -70,8 +70,7 @@ class Rollouts:
         self._run_id, self._session, self._journal = run_id, session, journal
         self._where = {"split": split, "epoch": epoch, "round": round}
         self._numbers = {item.id: n for n, item in enumerate(evaluation.items)}
-        self._reward = config.reward_function and config.reward_function.name
-        self._evaluators = None if self._reward is None else [self._reward]
+        self._evaluators = None if config.reward_name is None else [config.reward_name]
         self._unscored: Path | None = None
         self._ended: dict[tuple[str, int], tuple[str, EvalInputItem]] = {}
         self._groups: dict[str, RolloutGroup] = {}
@@ -105,7 +104,7 @@ class Rollouts:
             record = record_of(
                 result,
                 generation=generation,
-                reward_name=self._reward,
+                reward_name=self._config.reward_name,
                 with_calls=self._config.record_calls,
                 **self._where,
             )

@@ -78,18 +78,16 @@ def finetune(options: FinetuneOptions) -> int:
         if refusal is not None:
             log.error("run: %s", refusal)
         return 0 if refusal is None else 1
+    secrets = Secrets(document.loaded.data, options.override)
     with (
         Interrupts() as interrupts,
         Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
-        Loggers(
-            document.loggers, events, Secrets(document.loaded.data, options.override)
-        ) as loggers,
+        Loggers(document.loggers, events, secrets) as loggers,
     ):
-        run = Run(
-            document, validation, config, options, journal, events, interrupts, loggers, began
-        )
+        parts = journal, events, interrupts, loggers, secrets
+        run = Run(document, validation, config, options, *parts, began)
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
             message = ended and ended.message
@@ -116,12 +114,13 @@ class Run:
     events: EventLog
     interrupts: Interrupts
     loggers: Loggers
+    secrets: Secrets
     began: float
     """When the command was typed."""
 
     def __post_init__(self) -> None:
-        assert self.config.reward_function is not None, "no run is read without one"
-        self.reward = self.config.reward_function.name
+        assert self.config.reward_name is not None, "no run is read without one"
+        self.reward = self.config.reward_name
         self.state = RunState.follow(self.config, self.events)
 
     async def go(self) -> int:
@@ -218,7 +217,7 @@ class Run:
 
     async def _announce(self, adapter: TrainerAdapter, **sizes: int | None) -> None:
         resumed, step = self.journal.session > 1, await adapter.policy_step()
-        arguments = self._secrets.hide_arguments(sys.argv[1:])
+        arguments = self.secrets.hide_arguments(sys.argv[1:])
         fields = {
             "run_id": self.journal.run_id,
             "session": self.journal.session,
@@ -289,14 +288,10 @@ class Run:
         log.error("Interrupted. The same command resumes run %s.%s", self.journal.run_id, more)
         return INTERRUPTED
 
-    @property
-    def _secrets(self) -> Secrets:
-        return Secrets(self.document.loaded.data, self.options.override)
-
     def _write_configuration(self) -> None:
         import yaml  # here, because `import hone.finetune.run` should stay quick
 
-        text = yaml.safe_dump(self._secrets.hide(self.document.loaded.data), sort_keys=False)
+        text = yaml.safe_dump(self.secrets.hide(self.document.loaded.data), sort_keys=False)
         write_atomic(self.config.output_dir / "config_effective.yml", text)
 
     def _report(self, *, brief: bool = False) -> None:

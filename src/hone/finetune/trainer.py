@@ -26,7 +26,7 @@ from typing import Any
 from hone.config.build import Builder
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.config.schema import FinetuneConfig
-from hone.errors import ConfigError, HoneError, TrainingFailed
+from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
 from hone.event_log import FILE, EventLog
 from hone.finetune.base import (
     Trainer,
@@ -37,7 +37,7 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import check_failures, num_flat, policy_warning, round_metrics
+from hone.finetune.curriculum import infrastructure_error, num_flat, policy_warning, round_metrics
 from hone.finetune.journal import Journal, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
@@ -237,7 +237,9 @@ class ARTTrainer(Trainer):
         await self._builder.start_run(run_id, meta)
         collection = await self._builder.finalize(run_id, meta)
         records, where = self.journal.records("train", epoch, round), f"epoch {epoch + 1}"
-        check_failures(records, where=where, allowed=self._config.max_infrastructure_failures)
+        allowed = self._config.max_infrastructure_failures
+        if error := infrastructure_error(records, where=where, allowed=allowed):
+            raise RolloutError(error)
         if warning := policy_warning(records, where=where):
             self._warn(warning)
         return collection

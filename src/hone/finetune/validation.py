@@ -16,12 +16,11 @@ from statistics import fmean
 from typing import Any
 
 from hone.config.schema import FinetuneConfig
-from hone.errors import RolloutError
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.base import TrainerAdapter
-from hone.finetune.curriculum import check_failures
+from hone.finetune.curriculum import infrastructure_error
 from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
 from hone.finetune.resume import RunState
@@ -120,19 +119,15 @@ class Validator:
             rewards.setdefault(record.example, []).append(record.reward)
             if record.failure is not None and record.failure.kind == "policy":
                 policy_failures[record.example] += 1
-        instead = self.config.on_policy_failure
+        instead, allowed = self.config.on_policy_failure, self.config.max_infrastructure_failures
         scored = [record.reward for record in records if record.reward is not None]
-        if instead == "drop" and policy_failures:
-            lowest = min([self.state.history.failure_reward, *scored])
-            scored += [lowest] * policy_failures.total()
-        error = None
-        try:
-            allowed = self.config.max_infrastructure_failures
-            check_failures(records, where=where, allowed=allowed)
-            if not scored:
-                raise RolloutError(f"{where}: no rollout could be scored")
-        except RolloutError as refused:
-            error, scored = str(refused), []
+        if instead == "drop":
+            scored += [self.state.history.failure_reward] * policy_failures.total()
+        error = infrastructure_error(records, where=where, allowed=allowed)
+        if error is not None:
+            scored = []
+        elif not scored:
+            error = f"{where}: no rollout could be scored"
         return {
             "avg_reward": fmean(scored) if scored else None,
             "min_reward": min(scored, default=None),
