@@ -125,17 +125,17 @@ class _Server:
     async def _up(self, root: Path, *, instant: bool) -> tuple[Any, str]:
         from tests.fakes import ScriptedEngine
 
+        from hone.inference.embedded import EmbeddedEngine
         from hone.models.files import load_tokenizer
         from hone.models.find import find
         from hone.server.app import create_apps
-        from hone.server.engine_choice import open_embedded
         from hone.server.listen import serving
         from hone.server.run import without_gc_pauses
         from hone.server.settings import Settings
         from hone.server.state import State
 
         settings = Settings(root=root, learner_threads=THREADS, max_queued_jobs=1000)
-        opener = lambda name: open_embedded(name, settings)  # noqa: E731
+        opener: Any = EmbeddedEngine.open
         if instant:
             tokenizer = load_tokenizer(find(self._model))
             answer = "one two three four five six seven eight nine ten eleven twelve ..."

@@ -14,10 +14,12 @@ import torch
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import TrainingError
+from hone.inference import embedded
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models import machine
 from hone.server import learners
+from hone.server.engine_choice import EngineChoice
 from hone.server.settings import Settings
 
 
@@ -98,10 +100,10 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
     launches = Launches(LearnerHere)
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         language = await server.serving.template(str(tiny_model))
-        assert learners.fits_beside_engine(language, server.settings)
+        assert learners.fits_beside_engine(language, server.serving.choice)
         # Half a megabyte of weights is more than a part in 2**60 of any memory.
         monkeypatch.setattr(learners, "AHEAD_SHARE", 2**60)
-        assert not learners.fits_beside_engine(language, server.settings)
+        assert not learners.fits_beside_engine(language, server.serving.choice)
         await server.service.prepare(server.models.register(spec(tiny_model)))
         await server.trained(tiny_model, 0)
     assert launches.gave_way == [False]
@@ -110,7 +112,8 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
 async def test_no_learner_is_launched_ahead_on_a_gpu(tiny_model: Path, tmp_path: Path):
     async with SmallServer.started(tmp_path / "hone") as server:
         language = await server.serving.template(str(tiny_model))
-    assert not learners.fits_beside_engine(language, Settings(device="cuda:0"))
+        choice = EngineChoice(Settings(device="cuda:0"), server.models)
+    assert not learners.fits_beside_engine(language, choice)
 
 
 async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(
@@ -237,7 +240,8 @@ async def test_engine_learner_and_job_use_the_number_type_that_the_machine_has(
         specs.append(spec)
         return LearnerHere(spec, **more)
 
-    monkeypatch.setattr(machine, "choose", lambda device: ("cpu", dtype))
+    for module in (machine, embedded):
+        monkeypatch.setattr(module, "choose", lambda device: ("cpu", dtype))
     async with SmallServer.started(tmp_path / "hone", start_learner=start) as server:
         await server.trained(tiny_model, 0)
         engine = (await server.serving.base(str(tiny_model))).engine

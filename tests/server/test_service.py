@@ -26,7 +26,7 @@ from hone.learner.packed import pack_groups, unpack_groups
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
-from hone.server.learning import Progress
+from hone.server.job_stages import Progress
 from hone.types import JobInfo, ModelKey, TrainConfig
 
 KEY = ModelKey("default", "agent")

@@ -134,7 +134,8 @@ class LearnerProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        # Its output ends before the system has reaped it.
+        return not self._ended and self._process.poll() is None
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Call `call` on another thread once the child has ended; at once if it has ended already."""

@@ -31,12 +31,11 @@ from hone import errors
 from hone.errors import HoneError
 from hone.logs import log, say
 from hone.server import (
-    anthropic_messages,
     art,
     auth,
-    openai_chat,
+    chat_routes,
     openai_responses,
-    probes,
+    rollouts,
     serving,
     training,
 )
@@ -45,7 +44,6 @@ from hone.server.respond import IN_ROLLOUT
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.anthropic_response import MESSAGES
-from hone.wire.base import Dialect
 from hone.wire.errors import error_body, error_response
 from hone.wire.openai_chat_response import CHAT, TEXT
 from hone.wire.openai_response_events import RESPONSES
@@ -61,7 +59,7 @@ _REQUEST_ID = "hone.request_id"
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control plane, which has every route, and the OpenAI API alone."""
-    parts = (openai_chat.routes, openai_responses.routes, anthropic_messages.routes, probes.routes)
+    parts = (chat_routes.routes, openai_responses.routes, rollouts.routes)
     control = _app(state, "hone", (*parts, training.routes, art.routes), control=True)
     inference = _app(state, "hone: OpenAI API", parts, control=False)
     return control, inference
@@ -103,7 +101,7 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
         `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
         use whether it is loaded.
         """
-        return await _health(state, keyed=auth.access.get() != "anyone")
+        return await _health(state)
 
     if control:
 
@@ -115,11 +113,11 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
     return router
 
 
-async def _health(state: State, *, keyed: bool) -> dict[str, Any]:
+async def _health(state: State) -> dict[str, Any]:
     """Without the key: no names, no jobs, and no reasons, which may name paths."""
+    keyed, health = auth.access.get() != "anyone", dict[str, Any]()
     parts = {"engine": state.serving.status(), **state.service.parts()}
     parts["pruner"] = state.pruner.status()
-    health: dict[str, Any] = {}
     try:
         health = await asyncio.to_thread(state.service.status)
         if keyed:
@@ -159,8 +157,10 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     if status == 500:
         log.error("a request failed", exc_info=error, extra={"fields": {"path": scope["path"]}})
     scope["hone.refusal"] = body["error"]["message"]
-    if dialect := _dialect_at(scope["path"]):
-        body = dialect.error_body(status, body | {"request_id": scope.get(_REQUEST_ID)})
+    path = re.sub(r"^/rollout/[^/]+", "", scope["path"])
+    for dialect in DIALECTS:
+        if f"{path}/".startswith(f"{dialect.path}/"):
+            body = dialect.error_body(status, body | {"request_id": scope.get(_REQUEST_ID)})
     return JSONResponse(body, status, headers=getattr(error, "headers", None))
 
 
@@ -169,12 +169,6 @@ def _no_route(method: str, path: str) -> str:
     if "/v1/v1/" in path:
         text += ". The client adds /v1 itself: leave it out of the base URL"
     return text
-
-
-def _dialect_at(path: str) -> Dialect | None:
-    """The dialect whose clients send requests to this path, by itself or inside a rollout."""
-    path = re.sub(r"^/rollout/[^/]+", "", path)
-    return next((d for d in DIALECTS if f"{path}/".startswith(f"{d.path}/")), None)
 
 
 def _validation_error(
@@ -250,9 +244,10 @@ class _Middleware:
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = _take_project(scope)
         # Once for all: starlette's Headers decodes them for every look. Of several, the first counts.
-        headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
         settings = self.state.settings
         client = scope["client"][0] if scope.get("client") else None
         access = auth.check(settings, scope["path"], headers, client, control=self.control)

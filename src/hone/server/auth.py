@@ -58,8 +58,7 @@ def check(
     check_origin(headers, settings.allowed_origins, how)
     if settings.api_key is None:
         check_not_forwarded(headers, "--api-key")
-        return "operator" if control else "inference"
-    if has_key(settings.api_key, headers):
+    if settings.api_key is None or has_key(settings.api_key, headers):
         return "operator" if control else "inference"
     if has_key(inference_key(settings), headers) and _OPENAI.fullmatch(path):
         return "inference"

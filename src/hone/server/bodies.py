@@ -12,8 +12,8 @@ the event loop, and limited to `max_small_body_bytes`, unless its route accepts 
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
-from email.message import Message as MimeHeaders
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -29,6 +29,7 @@ AnswerRaw = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
 
 MIN_BYTES_PER_S = 64 * 2**10
 """Each byte adds to the time a body may take, at this rate."""
+_JSON = re.compile(r"application/([^/]*\+)?json")
 
 
 class BodyBudget:
@@ -72,7 +73,7 @@ class BodyReader:
         self._complete = False
         self._started: float | None = None
         self.accepts_large = False
-        """Whether the route parses large bodies in another process."""
+        """Set, before it is read, by a route that parses large bodies in another process."""
         length = headers.get("content-length", "")
         self._announced = int(length) if length.isdigit() and len(length) < 20 else 0
         if self._announced > settings.max_body_bytes or len(length) >= 20:
@@ -121,20 +122,9 @@ class BodyReader:
             raise _too_large(settings.max_small_body_bytes, "max_small_body_bytes")
 
 
-def accept_large_body(request: Request) -> None:
-    """Call it before the body is read, in a route that parses large bodies in another process."""
-    if reader := request.scope.get("hone.body"):
-        reader.accepts_large = True
-
-
 def is_json(content_type: str) -> bool:
     """Whether FastAPI would parse the body; a web page may send any other type unasked."""
-    headers = MimeHeaders()
-    headers["content-type"] = content_type
-    if headers.get_content_maintype() != "application":
-        return False
-    subtype = headers.get_content_subtype()
-    return subtype == "json" or subtype.endswith("+json")
+    return _JSON.fullmatch(content_type.partition(";")[0].strip().lower()) is not None
 
 
 class JsonRoute(APIRoute):
@@ -182,13 +172,13 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
             refuse = super().get_route_handler()
 
             async def handle(request: Request) -> Response:
-                accept_large_body(request)
+                reader: BodyReader = request.scope["hone.body"]
+                reader.accepts_large = True
                 if not is_json(request.headers.get("content-type", "")):
                     return await refuse(request)
                 # Not `request` itself: it would keep the body for as long as it is answered.
                 body = await Request(request.scope, request.receive).body()
-                reader = request.scope.get("hone.body")
-                return await answer(body, reader.release if reader else lambda: None)
+                return await answer(body, reader.release)
 
             return handle
 

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hone.chat.bridge import Conversation, RenderedCall
@@ -73,7 +73,7 @@ class ChoiceReader:
         self._base_model = start.record.spec.base_model
         self._tokens = TokenReader(self._template, base_model=self._base_model, vocab=vocab)
         self._counts = counts
-        self._recorded = cache(self._read_recorded)
+        self._with_ids = cache(partial(recorded.match, self._base_model))
         self.matched: list[RecordedCall] = []
         """The recorded calls of the choices."""
 
@@ -84,38 +84,37 @@ class ChoiceReader:
         for i, item in enumerate(history.messages_and_choices):
             where = (*path, "messages_and_choices", i)
             message, choice = _split(item, where)
+            call = None
             if not self._start.config.is_on_policy:
                 call = self._written(choice, message, transcript, where)
-                if call is not None:
-                    calls.append(call)
-                    transcript.answer(call, message)
             elif choice is not None:
-                sampled = self._tokens.read(choice, where) or self._recorded_sample(choice, message)
-                if sampled is None:
-                    self._counts["dropped/no_logprobs"] += 1
-                else:
-                    call = self._call(choice, message, sampled, transcript, where)
-                    check_fresh(call.step, self._start, where)
-                    calls.append(call)
-                    transcript.answer(call, message)
+                call = self._sampled(choice, message, transcript, where)
+            if call is not None:
+                calls.append(call)
+                transcript.answer(call, message)
             transcript.messages.append(message)
         return calls
 
-    def _call(
+    def _sampled(
         self,
         choice: Mapping[str, Any],
         message: dict[str, Any],
-        sampled: SampledTokens,
         transcript: "_Transcript",
         where: FieldPath,
-    ) -> Call:
-        recorded = self._named(choice, sampled) or self._match(sampled, transcript.messages)
+    ) -> Call | None:
+        """A choice as a call: the one that was recorded, or its text; None without logprobs."""
+        recorded = self._named(choice)
+        sampled = self._tokens.read(choice, where) or _unchanged(recorded, choice, message)
+        if sampled is None:
+            self._counts["dropped/no_logprobs"] += 1
+            return None
+        if recorded is None or not _same(recorded.call, sampled):
+            recorded = self._match(sampled, transcript.messages)
         if recorded is not None:
-            self._counts["matched"] += 1
             other = bool(differing(recorded.fingerprint, self._fingerprint))
             self._counts["other_template_args"] += other
-            self.matched.append(recorded)
-            return recorded.call.model_copy(update={"trained": True})
+            check_fresh(recorded.call.step, self._start, where)
+            return self._matched(recorded)
         try:
             prompt = transcript.prompt()
             self._check_text(choice, message, sampled.ids, prompt, transcript.history, where)
@@ -142,12 +141,9 @@ class ChoiceReader:
         weight = message.pop("weight", 1)
         if message.get("role") != "assistant" or not weight:
             return None
-        if choice is not None and self._recorded_sample(choice, message) is not None:
-            recorded = self._by_id(choice)
-            assert recorded is not None, choice
-            self._counts["matched"] += 1
-            self.matched.append(recorded)
-            return recorded.call.model_copy(update={"trained": True})
+        recorded = None if choice is None else self._named(choice)
+        if recorded is not None and _unchanged(recorded, choice or {}, message) is not None:
+            return self._matched(recorded)
         try:
             prompt = transcript.prompt()
             ids = self._template.answer_ids(transcript.messages, message, transcript.history.tools)
@@ -158,28 +154,12 @@ class ChoiceReader:
 
     # ---- the recorded call ---------------------------------------------------------------------
 
-    def _named(self, choice: Mapping[str, Any], sampled: SampledTokens) -> RecordedCall | None:
-        """The call whose id is in the choice, if ids and log-probabilities are still the same."""
-        call = self._by_id(choice)
-        if call is None or call.call.completion_ids != sampled.ids:
-            return None
-        return call if _same(call.call, sampled) else None
+    def _matched(self, recorded: RecordedCall) -> Call:
+        self._counts["matched"] += 1
+        self.matched.append(recorded)
+        return recorded.call.model_copy(update={"trained": True})
 
-    def _recorded_sample(
-        self, choice: Mapping[str, Any], message: dict[str, Any]
-    ) -> SampledTokens | None:
-        """The tokens of the call that a choice without log-probabilities names, if it is unchanged."""
-        call = self._by_id(choice)
-        if call is None or call.call.logprobs is None:
-            return None
-        if choice.get("token_ids") not in (None, call.call.completion_ids):
-            return None
-        meaning = _meanings([message])
-        if meaning is None or meaning != _meanings([call.reply]):
-            return None
-        return SampledTokens(call.call.completion_ids, call.call.logprobs)
-
-    def _by_id(self, choice: Mapping[str, Any]) -> RecordedCall | None:
+    def _named(self, choice: Mapping[str, Any]) -> RecordedCall | None:
         """The call whose id is in the choice, if it can be trained here."""
         name = choice.get("call_id")
         if not (isinstance(name, str) and _CALL.fullmatch(name)):
@@ -192,7 +172,8 @@ class ChoiceReader:
 
     def _match(self, sampled: SampledTokens, messages: list[dict[str, Any]]) -> RecordedCall | None:
         """The recorded call with these ids and log-probabilities, if it is unambiguous."""
-        calls = [call for call in self._recorded(tuple(sampled.ids)) if _same(call.call, sampled)]
+        calls = self._with_ids(tuple(sampled.ids))
+        calls = [call for call in calls if self._usable(call) and _same(call.call, sampled)]
         model = str(self._start.record.key)
         calls = [call for call in calls if call.model == model] or calls
         surprising = -sum(sampled.logprobs) > _CERTAIN
@@ -206,9 +187,6 @@ class ChoiceReader:
                 and _meanings(call.messages) == meanings
             ]
         return calls[0] if calls and _equivalent(calls) else None
-
-    def _read_recorded(self, ids: tuple[int, ...]) -> list[RecordedCall]:
-        return [call for call in self._store.match(self._base_model, ids) if self._usable(call)]
 
     def _usable(self, call: RecordedCall) -> bool:
         # Template arguments and date may differ: the ids mean the same.
@@ -305,9 +283,26 @@ def _message(message: Mapping[str, Any], where: FieldPath) -> dict[str, Any]:
     return {"content": ""} | {key: value for key, value in message.items() if value is not None}
 
 
+def _unchanged(
+    call: RecordedCall | None, choice: Mapping[str, Any], message: dict[str, Any]
+) -> SampledTokens | None:
+    """The tokens of the call that a choice without log-probabilities names, if it says the same."""
+    if call is None or call.call.logprobs is None:
+        return None
+    if choice.get("token_ids") not in (None, call.call.completion_ids):
+        return None
+    meaning = _meanings([message])
+    if meaning is None or meaning != _meanings([call.reply]):
+        return None
+    return SampledTokens(call.call.completion_ids, call.call.logprobs)
+
+
 def _same(call: Call, sampled: SampledTokens) -> bool:
-    return call.logprobs is not None and all(
-        abs(a - b) <= _SAME for a, b in zip(call.logprobs, sampled.logprobs, strict=True)
+    """Whether a call has these ids and log-probabilities."""
+    return (
+        call.completion_ids == sampled.ids
+        and call.logprobs is not None
+        and all(abs(a - b) <= _SAME for a, b in zip(call.logprobs, sampled.logprobs, strict=True))
     )
 
 

@@ -1,11 +1,14 @@
-"""Which engine serves a base model: the embedded one, or vLLM, and with which arguments.
+"""Which engine serves a base model, with which arguments, and on which GPUs.
 
 In:   Settings, the registered models
-Out:  engines, opened; checks of the engine_args that a model sends
+Out:  engines, opened; checks of the engine_args that a model sends; the GPUs of engine and learner
 
 `auto` takes vLLM if the chosen Python has it and the machine has a CUDA GPU. One engine serves all
 models of a base model: it has the engine_args of the model registered last, room for the largest
 rank, and the longest max_seq_length.
+
+GPUs have numbers among those that the server sees. A process gets only its own, so the first one it
+sees is the one that it was given.
 """
 
 import itertools
@@ -13,8 +16,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +25,11 @@ from typing import Any
 
 from hone.errors import ConfigError, EngineError
 from hone.inference.base import Engine
-from hone.inference.vllm_args import GPU_IDS, TRAINER_IDS, check_arg, rank_limit
+from hone.inference.vllm_args import GPU_IDS, INFERENCE_IDS, TRAINER_IDS, check_arg, rank_limit
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
 from hone.logs import say
 from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
 from hone.models.find import find
-from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
@@ -35,6 +37,9 @@ from hone.wire.errors import brief
 
 CheckArg = Callable[[str, str, Any], bool]
 """Checks one argument of the engine (where it stands, its key, its value): whether it applies here."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,19 @@ class Plan:
         return (
             self.args == other.args and other.rank <= limit and other.max_length <= self.max_length
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs by number; none on a machine without."""
+
+    inference: tuple[int, ...] = ()
+    trainer: int | None = None
+
+    @property
+    def shared(self) -> int | None:
+        """The GPU that vLLM and the learner share, if they do."""
+        return self.trainer if self.trainer in self.inference else None
 
 
 class EngineChoice:
@@ -180,16 +198,22 @@ class EngineChoice:
             tensor_parallel=len(gpus.inference) or 1,
         )
 
+    def machine(self) -> tuple[str, Any, int]:
+        """The device of engine and learner, its number type, and the bytes of one number."""
+        from hone.models.machine import choose  # torch takes seconds to load
+
+        device, dtype = choose(self._settings.device)
+        return device, str(dtype).removeprefix("torch."), dtype.itemsize
+
     def _needs(self, base_model: str, plan: Plan, gpus: Gpus) -> tuple[int, Needs]:
         """Bytes of the learner's GPU, and what the model needs there."""
         from hone.models.fit import total_memory
-        from hone.models.machine import choose  # torch takes seconds to load
 
-        files, (_, dtype) = find(base_model), choose(self._settings.device)
+        files, (*_, dtype_bytes) = find(base_model), self.machine()
         positions = int(files.text_config["max_position_embeddings"])
         needs = needs_of(
             files.config,
-            dtype_bytes=dtype.itemsize,
+            dtype_bytes=dtype_bytes,
             rank=plan.rank,
             max_length=min(int(plan.args.get("max_model_len") or plan.max_length), positions),
             gpus=len(gpus.inference) or 1,
@@ -202,13 +226,15 @@ class EngineChoice:
         """Open the engine of a base model."""
         if self.is_vllm:
             return self._open_vllm(base_model)
-        return open_embedded(base_model, self._settings)
+        # Here, because torch takes seconds to load and `hone serve` is up without it.
+        from hone.inference.embedded import EmbeddedEngine
+
+        return EmbeddedEngine.open(base_model, device=self._settings.device)
 
     def _open_vllm(self, base_model: str) -> Engine:
         from hone.inference.vllm import VllmEngine
-        from hone.models.machine import choose  # torch takes seconds to load
 
-        device, dtype = choose(self._settings.device)
+        device, dtype, _ = self.machine()
         with (
             self._lock
         ):  # before it opens: a model that is registered meanwhile is compared with it
@@ -233,7 +259,7 @@ class EngineChoice:
             environment=self.vllm,
             directory=directory,
             args=args | plan.args,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype,
             max_length=plan.max_length,
             max_adapters=self._settings.max_adapters,
             rank=plan.rank,
@@ -281,11 +307,58 @@ class EngineChoice:
         return f"vLLM {self.vllm.version} of {self.vllm.python}"
 
 
-def open_embedded(name: str, settings: Settings) -> Engine:
-    """The embedded engine of a base model."""
-    # Here, because torch takes seconds to load and `hone serve` is up without it.
-    from hone.inference.embedded import EmbeddedEngine
-    from hone.models.machine import choose
+def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> Gpus:
+    """The GPUs of a model with these engine_args; ConfigError if there are fewer than it names.
 
-    device, dtype = choose(settings.device)
-    return EmbeddedEngine.open(name, device=device, dtype=dtype)
+    Without inference_gpu_ids vLLM takes as many as it needs, from the server's device on. Without
+    trainer_gpu_ids the learner takes the server's device.
+    """
+    needed = 1
+    for key in _SIZES:
+        needed *= int(args.get(key) or 1)
+    first = int((device or "").partition(":")[2] or 0)
+    inference = _existing(args, INFERENCE_IDS, count)
+    trainer = _existing(args, TRAINER_IDS, count)
+    present = count if inference is None else len(inference)
+    if needed > max(1, present):
+        raise ConfigError(
+            f"engine_args: {' x '.join(_SIZES)} is {needed}, and {present} GPUs are present; lower it"
+        )
+    if trainer is not None and len(trainer) > 1:
+        raise ConfigError(
+            f"engine_args.{TRAINER_IDS}: {trainer!r}; the learner trains on one GPU in this version; "
+            f"send one number, such as [{trainer[0]}]"
+        )
+    if not count:
+        return Gpus()
+    if inference is None:
+        start = first if first + needed <= count else 0
+        inference = list(range(start, start + needed))
+    return Gpus(tuple(inference[:needed]), first if trainer is None else trainer[0])
+
+
+def _existing(args: Mapping[str, Any], key: str, count: int) -> list[int] | None:
+    ids = args.get(key)
+    missing = [gpu for gpu in ids or () if gpu >= count]
+    if missing:
+        raise ConfigError(
+            f"engine_args.{key}: GPU {missing[0]} does not exist; this machine has {count}"
+        )
+    return ids
+
+
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    """The environment of a process that sees these GPUs only."""
+    names = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)} if gpus else {}
+
+
+def num_gpus(device: str | None) -> int:
+    """CUDA devices that may be used."""
+    if device == "cpu" or not Path("/dev/nvidiactl").exists():
+        return 0  # without loading torch
+    import torch
+
+    with suppress(RuntimeError):
+        return torch.cuda.device_count()
+    return 0

@@ -1,7 +1,7 @@
 """Tasks for bodies that hold trajectories, hone's and ART's: read, pack as a job, log.
 
 In:   the body of a request; the model it trains, and its step
-Out:  the request without its groups; PackedJob: what the queue stores, resolved and compressed
+Out:  the request without its groups; the job as the queue stores it, resolved and compressed
 
 The tasks of one request share what the first of them parsed: in a thread of the server, or in a
 worker process if the body is large. There the groups never come back to the server's process as
@@ -18,17 +18,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from hone.errors import BadRequest
-from hone.learner.packed import pack_groups, unpack_groups
+from hone.learner.packed import pack_groups
 from hone.server.art_requests import LogRequest, TrainRequest
 from hone.server.choice_calls import Start
 from hone.server.model_args import json_text
 from hone.server.resolved_job import resolve_groups
 from hone.server.tokenizer import BaseTokenizer
-from hone.server.tokens import page, read_logprobs
 from hone.store.calls import CallStore
 from hone.store.checkpoints import log_groups
 from hone.trajectory import JobRequest, TrajectoryGroup, means
-from hone.types import JobInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +53,6 @@ class Head:
     trajectories: int
     sha256: str
     """Of the whole request, without its idempotency key."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedJob:
-    """A resolved job as the queue stores it."""
-
-    packed: bytes
-    groups: int
-    counts: dict[str, int]
-    turns: dict[str, int]
-    calls: list[str]
 
 
 _in_worker = Parsed()
@@ -110,18 +97,22 @@ def _groups_field(request: JobRequest | TrainRequest | LogRequest) -> str:
     return type(request).model_fields["groups"].alias or "groups"
 
 
-def pack(parsed: Parsed, tokenizer: BaseTokenizer, calls: CallStore, start: Start) -> PackedJob:
-    """The parsed groups as the queue stores them. Raises Unprocessable."""
+def pack(
+    parsed: Parsed, tokenizer: BaseTokenizer, calls: CallStore, start: Start
+) -> tuple[int, dict[str, Any]]:
+    """How many of the parsed groups can be trained; and the job, as JobStore.add takes it.
+
+    Raises Unprocessable.
+    """
     request = parsed.request
     groups = [g if isinstance(g, TrajectoryGroup) else g.to_hone() for g in request.groups]
     resolved = resolve_groups(groups, tokenizer, calls, start, _groups_field(request))
-    return PackedJob(
-        pack_groups(resolved.groups),
-        len(resolved.groups),
-        resolved.counts,
-        resolved.turns,
-        resolved.calls,
-    )
+    return len(resolved.groups), {
+        "groups": pack_groups(resolved.groups),
+        "counts": resolved.counts,
+        "metrics": {name: float(count) for name, count in resolved.turns.items()},
+        "calls": resolved.calls,
+    }
 
 
 def log(parsed: Parsed, model_dir: Path, split: str, step: int) -> dict[str, float]:
@@ -129,27 +120,3 @@ def log(parsed: Parsed, model_dir: Path, split: str, step: int) -> dict[str, flo
     groups = parsed.request.groups
     log_groups(model_dir, split, step, [group.model_dump(exclude_unset=True) for group in groups])
     return means(groups)
-
-
-def token_page(
-    tokenizer: BaseTokenizer,
-    job: JobInfo,
-    packed: bytes,
-    picture_dir: Path | None,
-    offset: int,
-    limit: int,
-) -> str:
-    """A TokenPage as JSON."""
-    from hone.learner.picture import LOGPROBS
-
-    return page(
-        job.id,
-        unpack_groups(packed),
-        job.config,
-        vocab=tokenizer.files.text_config["vocab_size"],
-        max_positions=tokenizer.max_positions,
-        text=lambda token: tokenizer.template.piece(token).decode(errors="replace"),
-        learner_logprobs=picture_dir and read_logprobs(picture_dir / LOGPROBS),
-        offset=offset,
-        limit=limit,
-    ).model_dump_json()

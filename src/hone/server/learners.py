@@ -20,8 +20,7 @@ from hone.errors import LearnerDied
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
 from hone.models.card import CONTEXT
-from hone.server.engine_choice import EngineChoice
-from hone.server.gpus import visible
+from hone.server.engine_choice import EngineChoice, visible
 from hone.server.settings import Settings
 from hone.server.tokenizer import BaseTokenizer
 
@@ -139,7 +138,7 @@ class Learners:
         slot.ahead.add_done_callback(_log_if_failed)
 
     async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
-        if await asyncio.to_thread(fits_beside_engine, tokenizer, self._settings):
+        if await asyncio.to_thread(fits_beside_engine, tokenizer, self._choice):
             learner = await self._launched(slot, tokenizer, gives_way=True)
             if self._closed:
                 return
@@ -158,14 +157,32 @@ class Learners:
             if outdated and not self._closed:  # one that was closed is not replaced
                 await self._drop(slot)
             if slot.learner is None:
-                start = (launch, self._start_learner, tokenizer, self._settings, gpu)
-                slot.learner = learner = await asyncio.to_thread(*start, gives_way=gives_way)
+                slot.learner = learner = await asyncio.to_thread(
+                    self._launch, tokenizer, gpu, gives_way=gives_way
+                )
                 slot.gpu = gpu
                 slot.used_at = time.monotonic()
                 self._watch(slot, learner, tokenizer)
                 if self._closed:  # which did not see it
                     await asyncio.to_thread(slot.learner.close)
             return slot.learner
+
+    def _launch(
+        self, tokenizer: BaseTokenizer, gpu: "LearnerGpu", *, gives_way: bool
+    ) -> LearnerProcess:
+        """A learner process that has begun to load the base model. Blocking."""
+        device, dtype, _ = self._choice.machine()
+        on_gpu = device.startswith("cuda") and gpu.number is not None
+        spec = LearnerSpec(
+            model_dir=tokenizer.files.path,
+            base_model=tokenizer.name,
+            threads=self._settings.learner_threads or usable_cores(),
+            device="cuda" if on_gpu else device,  # the only one that it sees
+            dtype=dtype,
+            memory=gpu.memory if on_gpu else None,
+        )
+        env = PATIENT | (visible([gpu.number]) if on_gpu and gpu.number is not None else {})
+        return self._start_learner(spec, gives_way=gives_way, env=env)
 
     def _watch(self, slot: _Slot, learner: LearnerProcess, tokenizer: BaseTokenizer) -> None:
         loop = asyncio.get_running_loop()
@@ -224,44 +241,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def launch(
-    start_learner: StartLearner,
-    tokenizer: BaseTokenizer,
-    settings: Settings,
-    gpu: "LearnerGpu",
-    *,
-    gives_way: bool,
-) -> LearnerProcess:
-    """A learner process that has begun to load the base model."""
-    from hone.models.machine import choose  # here, as in save_first
-
-    device, dtype = choose(settings.device)
-    on_gpu = device.startswith("cuda") and gpu.number is not None
-    spec = LearnerSpec(
-        model_dir=tokenizer.files.path,
-        base_model=tokenizer.name,
-        threads=settings.learner_threads or usable_cores(),
-        device="cuda" if on_gpu else device,  # the only one that it sees
-        dtype=dtype_name(dtype),
-        memory=gpu.memory if on_gpu else None,
-    )
-    env = PATIENT | (visible([gpu.number]) if on_gpu and gpu.number is not None else {})
-    return start_learner(spec, gives_way=gives_way, env=env)
-
-
-def dtype_name(dtype: Any) -> Any:
-    """A torch dtype as LearnerSpec and a job write it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def fits_beside_engine(tokenizer: BaseTokenizer, settings: Settings) -> bool:
+def fits_beside_engine(tokenizer: BaseTokenizer, choice: EngineChoice) -> bool:
     """Whether a learner without a job leaves enough memory for the engine; never on a shared GPU."""
     from hone.models.fit import available_memory, estimate
-    from hone.models.machine import choose
 
-    device, dtype = choose(settings.device)
+    device, _, dtype_bytes = choice.machine()
     if device != "cpu":
         return False
-    config = tokenizer.files.config
-    weights = estimate(config, dtype_bytes=dtype.itemsize, kv_tokens=0).weights
+    weights = estimate(tokenizer.files.config, dtype_bytes=dtype_bytes, kv_tokens=0).weights
     return weights < available_memory() // AHEAD_SHARE

@@ -36,7 +36,7 @@ from hone.wire.openai_responses import ENCRYPTED, ResponsesRequest, check_includ
 
 
 def routes(state: State) -> APIRouter:
-    router = APIRouter(tags=["openai"])
+    router = APIRouter()
 
     def resume(parsed: ResponsesRequest) -> ResponsesRequest:
         return _resume(state.calls, parsed, state.settings.max_seq_length)
@@ -74,11 +74,14 @@ def routes(state: State) -> APIRouter:
         )
 
     create = "Answer a conversation, given as items of the Responses API."
-    add_dialect(router, state, RESPONSES, name="create", description=create, resume=resume)
+    add_dialect(
+        router, state, RESPONSES, "openai", name="create", description=create, resume=resume
+    )
     add_dialect(
         router,
         state,
         INPUT_TOKENS,
+        "openai",
         name="count",
         description="Count the tokens of the prompt that a response would have. Nothing is recorded.",
         resume=resume,
@@ -92,7 +95,9 @@ def routes(state: State) -> APIRouter:
             ("/cancel", cancel, "POST"),
         ):
             path = f"{prefix}{RESPONSES.path}/{{response_id}}{suffix}"
-            router.add_api_route(path, endpoint, methods=[method], include_in_schema=not prefix)
+            router.add_api_route(
+                path, endpoint, methods=[method], tags=["openai"], include_in_schema=not prefix
+            )
     return router
 
 

@@ -282,19 +282,18 @@ class _Resolver:
 
     def _check_shaped(self, trajectory: Trajectory, trained: int, path: FieldPath) -> None:
         shaped, credit = trajectory.shaped_rewards, self._config.credit
-        message = None
         if shaped is None and credit != "outcome":
-            message = (
+            raise InvalidField(
+                (*path, "shaped_rewards"),
                 f"credit is {credit!r}, which needs one value for each of the {trained} trained "
-                "calls; send them, or set credit: outcome"
+                "calls; send them, or set credit: outcome",
             )
-        elif shaped is not None and len(shaped) != trained:
-            message = (
+        if shaped is not None and len(shaped) != trained:
+            raise InvalidField(
+                (*path, "shaped_rewards"),
                 f"{len(shaped)} values for {trained} trained calls; send one for each, in the "
-                "order of the calls"
+                "order of the calls",
             )
-        if message:
-            raise InvalidField((*path, "shaped_rewards"), message)
 
     def _nothing_to_train(self, counts: Mapping[str, int]) -> str:
         counted = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "there are no groups"

@@ -27,7 +27,7 @@ from hone.chat.bridge import HashedMessages
 from hone.errors import HoneError
 from hone.inference.base import SampledToken
 from hone.logs import log
-from hone.server.bodies import PlainRoute, accept_large_body
+from hone.server.bodies import PlainRoute
 from hone.server.chat_tasks import (
     ParsedRequest,
     hashed_messages,
@@ -70,6 +70,7 @@ def add_dialect(
     router: APIRouter,
     state: State,
     dialect: Dialect,
+    tag: str,
     *,
     name: str,
     description: str,
@@ -99,6 +100,7 @@ def add_dialect(
             endpoint,
             name=name,
             description=description,
+            tags=[tag],
             methods=["POST"],
             openapi_extra={"requestBody": body},
             include_in_schema=not prefix,
@@ -110,7 +112,7 @@ async def _read_body(
     state: State, request: Request, dialect: Dialect, resume: Resume | None
 ) -> tuple[ParsedRequest, HashedMessages | None, Size]:
     """The checked request, the messages of a chat, and the size of the body."""
-    accept_large_body(request)
+    request.scope["hone.body"].accepts_large = True
     body = await request.body()
     settings = state.settings
     limits = {"max_n": settings.max_n, "max_seq_length": settings.max_seq_length}

@@ -8,12 +8,11 @@ job is a function of its checkpoint, groups and configuration: the learner, whic
 jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
 interrupted gives the same adapter, bit for bit, when it runs again. What was saved before the crash
 is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
-endings.py decides what happens to a job that fails.
+job_stages.py decides what happens to a job that fails.
 """
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -21,13 +20,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from hone.errors import Cancelled, LearnerDied, NotProved, OutOfMemory, StorageError
+from hone.errors import Cancelled, NotProved, OutOfMemory, StorageError
 from hone.inference.base import AdapterRef, Probe
-from hone.learner.packed import unpack_groups
-from hone.learner.worker import LearnerProcess
 from hone.logs import say
-from hone.server import learning
-from hone.server.endings import Endings, check_disk_space
+from hone.server.job_stages import JobStages
 from hone.server.learners import Learners, StartLearner
 from hone.server.proof import prove
 from hone.server.serving import Base, Serving
@@ -89,11 +85,10 @@ class TrainingService:
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner, serving.choice)
-        self._endings = Endings(jobs, metrics)
+        self._stages = JobStages(jobs, checkpoints, serving.choice, metrics)
         self._loops: dict[str, _Loop] = {}
         self._probing: dict[str, asyncio.Task[Probe]] = {}
         """By job: what the engine computes with the step before, for the proof."""
-        self._writing_first = threading.Lock()
         self._closing = False
 
     # ---- for the routes ---------------------------------------------------------------------
@@ -179,7 +174,7 @@ class TrainingService:
                                 probing.cancel()
                 loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
-                ended = (self._endings.fail_or_requeue, loop.part, job, error)
+                ended = (self._stages.fail_or_requeue, loop.part, job, error)
                 wait_s = await asyncio.to_thread(*ended, closing=self._closing)
             loop.job = None
             if job is None or wait_s:
@@ -197,9 +192,7 @@ class TrainingService:
         checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
         pin = None
         if checkpoint is None:
-            await asyncio.to_thread(check_disk_space, newest)
-            start = (newest, record.spec, tokenizer, self._settings, serving.choice)
-            pin = await asyncio.to_thread(learning.pin, *start)
+            pin = await asyncio.to_thread(self._stages.pin, newest, record.spec, tokenizer)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
         await serving.resolve(str(record.key))
@@ -209,7 +202,7 @@ class TrainingService:
             # Learn, and save.
             checkpoint, result = await self._learn_and_save(job, newest, base, record)
             if checkpoint is None:
-                await asyncio.to_thread(self._endings.finish, job, None, result)
+                await asyncio.to_thread(self._stages.finish, job, None, result)
                 return
 
         if not checkpoint.proved:
@@ -234,7 +227,7 @@ class TrainingService:
             failpoint("job/after-promote")
 
         # Mark done.
-        await asyncio.to_thread(self._endings.finish, job, checkpoint, checkpoint.manifest)
+        await asyncio.to_thread(self._stages.finish, job, checkpoint, checkpoint.manifest)
 
     # ---- the stages of a job, in order ------------------------------------------------------
 
@@ -250,15 +243,9 @@ class TrainingService:
             return True
 
     async def _newest(self, record: ModelRecord) -> tuple[Checkpoint, BaseTokenizer]:
-        """The newest step; step 0 is drawn from the model's seed where there is none."""
+        """The newest step, written if there is none, and the tokenizer it was made for."""
         tokenizer = await self._serving.template(record.spec.base_model)
-
-        def newest_or_first() -> Checkpoint:
-            with self._writing_first:
-                newest = self._checkpoints.newest(record.key)
-                return newest or learning.save_first(self._checkpoints, record.spec, tokenizer)
-
-        newest = await asyncio.to_thread(newest_or_first)
+        newest = await asyncio.to_thread(self._stages.newest, record, tokenizer)
         tokenizer.check_made_for(newest)
         return newest, tokenizer
 
@@ -276,7 +263,7 @@ class TrainingService:
             try:
                 return await self._learn_with(loading, job, newest, base, record)
             except OutOfMemory as error:
-                advice = await asyncio.to_thread(self._less_memory, job)
+                advice = await asyncio.to_thread(self._stages.less_memory, job)
                 raise OutOfMemory(f"{error}\n{advice}") from None
 
     async def _learn_with(
@@ -292,19 +279,20 @@ class TrainingService:
             async with self._serving_paused(job.base_model) as held:
                 await loading.aclose()  # pauses are counted: this one goes on
                 try:
-                    task = (learning.learn, learner, job, newest, self._jobs)
-                    result = await asyncio.to_thread(*task, partial(self._check_cancelled, job))
+                    stop = partial(self._check_cancelled, job)
+                    result = await asyncio.to_thread(self._stages.learn, learner, job, newest, stop)
                 finally:
                     # Before vLLM wakes: it needs the memory.
-                    await asyncio.to_thread(self._release, learner, job.base_model)
+                    await asyncio.to_thread(self._stages.release, learner, job.base_model)
             result["metrics"] |= held
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
                 return None, result
             # While the step is saved: requests that wait for it wait for half of the proof only.
             self._probe_before(job, base, record, newest, result["movement"])
-            step = (self._checkpoints, self._jobs, learner, job, result, base, record.key)
-            checkpoint = await asyncio.to_thread(learning.save, *step)
+            checkpoint = await asyncio.to_thread(
+                self._stages.save, learner, job, result, base, record
+            )
             failpoint("job/after-save")
             return checkpoint, result
 
@@ -324,19 +312,6 @@ class TrainingService:
         async with self._serving.paused():
             yield held
         held["serve/held_s"] = time.monotonic() - started
-
-    def _release(self, learner: LearnerProcess, base_model: str) -> None:
-        """Free the learner's share of a GPU that it shares with vLLM, as planned."""
-        card = self._serving.choice.card(base_model)
-        if card is not None:
-            with suppress(LearnerDied):  # its memory is free then
-                learner.release(weights=card.offloads)
-
-    def _less_memory(self, job: JobInfo) -> str:
-        """What to do if a job's learner exhausted the memory of its GPU."""
-        groups = unpack_groups(self._jobs.packed_groups(job.id))
-        generations = max((len(group.trajectories) for group in groups), default=None)
-        return self._serving.choice.less_memory(job.base_model, generations)
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or self._jobs.is_cancelling(job.id):

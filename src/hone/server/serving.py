@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from hone.errors import Busy, Conflict, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
@@ -30,7 +29,6 @@ from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, ModelSpec, RunSpec
 
-EMPTY: Mapping[str, str] = MappingProxyType({})
 OpenEngine = Callable[[str], Engine]
 
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
@@ -107,7 +105,7 @@ class Serving:
         *,
         run: RunSpec | None = None,
         step: int | None = None,
-        aliases: Mapping[str, str] = EMPTY,
+        aliases: Mapping[str, str] | None = None,
     ) -> Policy:
         """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
 
@@ -115,8 +113,10 @@ class Serving:
         `step` stands in for the newest step of the run's model; names with a step of their own keep
         it. `aliases` are those of the rollout.
         """
-        target = aliases.get(name.removesuffix("@latest"), name)
-        if self._in_memory(target):
+        target = (aliases or {}).get(name.removesuffix("@latest"), name)
+        stem, suffix = _split(target)
+        # For a registered model, unless its best step, nothing is read from the disk.
+        if suffix != "best" and self._models.find_or_none(stem, project.get()) is not None:
             base_name, record, at = self._look_up(target, run, step)
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
@@ -140,24 +140,10 @@ class Serving:
         base = await self.template(base_name)
         return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
 
-    def _in_memory(self, name: str) -> bool:
-        """Whether `_look_up` need not read the disk: for a registered model, unless its best step."""
-        stem, at = _split(name)
-        return at != "best" and self._models.find_or_none(stem, project.get()) is not None
-
     def _look_up(
         self, name: str, run: RunSpec | None, step: int | None
     ) -> tuple[str, ModelRecord | None, int | None]:
         """The base model, the registered model, and which of its steps; None for the newest."""
-        model = self._find(name, run, step)
-        if model is None:
-            raise self._unknown(name, run)
-        return model
-
-    def _find(
-        self, name: str, run: RunSpec | None, step: int | None
-    ) -> tuple[str, ModelRecord | None, int | None] | None:
-        """As `_look_up`; None if nothing of that name is served."""
         stem, at = _split(name)
         if run is not None and run.model is not None and stem in run.aliases and at == "latest":
             stem = run.model
@@ -171,7 +157,7 @@ class Serving:
                 self._log_once(run, own)
         if record is None:
             if at not in ("latest", "0") or not self._may_use(stem):
-                return None
+                raise self._unknown(name, run)
             return stem, None, 0
         if at == "latest":
             return record.spec.base_model, record, step if own == record else None
@@ -287,18 +273,15 @@ class Serving:
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(
-        self, run: RunSpec | None = None, aliases: Mapping[str, str] = EMPTY
+        self, run: RunSpec | None = None, aliases: Mapping[str, str] | None = None
     ) -> list[ServedName]:
         """Every name that the current request may use. Blocking: reads the disk."""
-        names = self._served()
+        names, aliases = self._served(), aliases or {}
         for alias in dict.fromkeys([*(() if run is None else run.aliases), *aliases]):
             try:
-                model = self._find(aliases.get(alias, alias), run, None)
-            except (NotFound, Conflict):
-                model = None
-            if model is None:  # a request for this alias gets an error; the other names are served
+                base, record, step = self._look_up(aliases.get(alias, alias), run, None)
+            except (NotFound, Conflict):  # of a request for this alias; other names are served
                 continue
-            base, record, step = model
             if record is not None and step is None:
                 step, _ = self.newest(record)
             created = 0.0 if record is None else record.created_at

@@ -16,7 +16,7 @@ from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.choice_calls import Start
-from hone.server.job_tasks import Head, Invalid, PackedJob, Parsed
+from hone.server.job_tasks import Head, Invalid, Parsed
 from hone.server.model_args import train_config
 from hone.server.state import State
 from hone.trajectory import JobRequest
@@ -75,21 +75,18 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
     step, adapter = await asyncio.to_thread(state.serving.newest, record)
     sha = None if adapter is None else adapter.sha256
     start = Start(record, config, step, sha, request.advance_when_flat)
-    packed: PackedJob = await run(job_tasks.pack, tokenizer, state.calls, start)
+    groups, packed = await run(job_tasks.pack, tokenizer, state.calls, start)
     job = await asyncio.to_thread(
         state.jobs.add,
         model=record,
-        groups=packed.packed,
         config=config,
-        counts=packed.counts,
-        metrics={name: float(count) for name, count in packed.turns.items()},
         request_sha256=sha256,
         seed=request.seed,
         plot_tensors=request.plot_tensors,
         advance_when_flat=request.advance_when_flat,
         idempotency_key=request.idempotency_key,
-        calls=packed.calls,
+        **packed,
     )
     state.service.wake()
-    say("job accepted", job=job.id, model=job.model, groups=packed.groups, **packed.counts)
+    say("job accepted", job=job.id, model=job.model, groups=groups, **job.counts)
     return job

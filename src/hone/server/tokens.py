@@ -1,19 +1,21 @@
 """The tokens a job is trained on, page by page.
 
-In:   a job's resolved groups, its TrainConfig, the learner's logprobs if they were saved
+In:   a job, its resolved groups, and the learner's logprobs if they were saved
 Out:  TokenPages: every token of every call with its text, kind, logprobs and advantage
 
 Advantages are computed by the learner's own function from what is stored with the job, so that a
 page shows what is really trained.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from hone.learner.packed import unpack_groups
+from hone.server.tokenizer import BaseTokenizer
 from hone.trajectory import TrajectoryGroup
-from hone.types import Call, Strict, TrainConfig
+from hone.types import Call, JobInfo, Strict, TrainConfig
 
 
 class TokenInfo(Strict):
@@ -46,50 +48,48 @@ class TokenPage(Strict):
     tokens: list[TokenInfo]
 
 
-def page(
-    job: str,
-    groups: Sequence[TrajectoryGroup],
-    config: TrainConfig,
-    *,
-    vocab: int,
-    max_positions: int,
-    text: Callable[[int], str],
-    learner_logprobs: Sequence[float] | None,
+def token_page(
+    tokenizer: BaseTokenizer,
+    job: JobInfo,
+    packed: bytes,
+    picture_dir: Path | None,
     offset: int,
     limit: int,
-) -> TokenPage:
-    """`limit` tokens from the `offset`-th on."""
+) -> str:
+    """`limit` tokens from the `offset`-th on: a TokenPage as JSON.
+
+    `packed` are the job's groups, `picture_dir` is where learner/picture.py saved its logprobs.
+    """
+    import numpy as np  # here, with what loads it: the server starts without it
+
+    from hone.learner.picture import LOGPROBS
+
+    groups = unpack_groups(packed)
     total = sum(
         len(call.prompt_ids) + len(call.completion_ids)
         for group in groups
         for trajectory in group.trajectories
         for call in trajectory.calls
     )
-    tokens = _tokens(groups, config, vocab, max_positions, text, iter(learner_logprobs or ()))
-    return TokenPage(
-        job=job, total=total, offset=offset, tokens=list(islice(tokens, offset, offset + limit))
-    )
-
-
-def read_logprobs(path: Path) -> list[float] | None:
-    """The learner's logprobs that learner/picture.py saved; None if it did not."""
-    import numpy as np  # here: the server starts without it
-
-    return np.load(path, allow_pickle=False).tolist() if path.is_file() else None
+    logprobs: list[float] = []
+    if picture_dir is not None and (file := picture_dir / LOGPROBS).is_file():
+        logprobs = np.load(file, allow_pickle=False).tolist()
+    tokens = islice(_tokens(groups, job.config, tokenizer, iter(logprobs)), offset, offset + limit)
+    page = TokenPage(job=job.id, total=total, offset=offset, tokens=list(tokens))
+    return page.model_dump_json()
 
 
 def _tokens(
     groups: Sequence[TrajectoryGroup],
     config: TrainConfig,
-    vocab: int,
-    max_positions: int,
-    text: Callable[[int], str],
+    tokenizer: BaseTokenizer,
     learner_logprobs: Iterator[float],
 ) -> Iterator[TokenInfo]:
     """`learner_logprobs`: one for every trained token, in the same order; or none at all."""
     from hone.learner.samples import make_samples  # loads numpy, see above
 
-    batch = make_samples(groups, config, vocab=vocab, max_positions=max_positions)
+    vocab, piece = tokenizer.files.text_config["vocab_size"], tokenizer.template.piece
+    batch = make_samples(groups, config, vocab=vocab, max_positions=tokenizer.max_positions)
     labelled = {(sample.group, sample.trajectory): sample.calls for sample in batch.samples}
     for g, group in enumerate(groups):
         for t, trajectory in enumerate(group.trajectories):
@@ -106,7 +106,7 @@ def _tokens(
                         call=c,
                         place=place,
                         id=token,
-                        text=text(token),
+                        text=piece(token).decode(errors="replace"),
                         kind="prompt" if at < 0 else "sampled" if sampled else "forced",
                         logprob=None if at < 0 or call.logprobs is None else call.logprobs[at],
                         learner_logprob=next(learner_logprobs, None) if label and sampled else None,

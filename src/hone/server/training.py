@@ -20,15 +20,13 @@ from pydantic import Field
 
 from hone.errors import Conflict, NotFound, Unprocessable
 from hone.logs import say
-from hone.server import job_tasks
 from hone.server.auth import check_path
 from hone.server.bodies import JsonRoute, raw_body_route
 from hone.server.model_args import check_base_model, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.submit import reading, submit
-from hone.server.tokens import TokenPage
-from hone.store.checkpoints import Checkpoint
+from hone.server.tokens import TokenPage, token_page
 from hone.store.models import ModelRecord
 from hone.trajectory import JobRequest
 from hone.types import (
@@ -237,8 +235,8 @@ def _job_routes(state: State, router: APIRouter) -> None:
         """What a job is trained on, token by token."""
         job, packed, picture_dir = await asyncio.to_thread(_trained_on, state, job_id)
         tokenizer = await state.serving.template(job.base_model)
-        task = job_tasks.token_page
-        text = await state.workers.run(task, tokenizer, job, packed, picture_dir, offset, limit)
+        page = (tokenizer, job, packed, picture_dir, offset, limit)
+        text = await state.workers.run(token_page, *page)
         return Response(text, media_type="application/json")
 
     @router.post("/jobs/{job_id}/cancel")
@@ -275,7 +273,16 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
     def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
         """The retained steps of a model, ascending."""
         record = state.models.get(ModelKey(project, name))
-        return [_checkpoint(checkpoint) for checkpoint in state.checkpoints.list(record.key)]
+        return [
+            CheckpointInfo(
+                step=checkpoint.step,
+                sha256=checkpoint.sha256,
+                job=checkpoint.manifest.get("job"),
+                created_at=checkpoint.manifest["created_at"],
+                metrics=checkpoint.manifest.get("metrics") or {},
+            )
+            for checkpoint in state.checkpoints.list(record.key)
+        ]
 
     @router.delete(at)
     def keep(
@@ -288,10 +295,8 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
         """Delete all steps but those named and the newest; returns the deleted ones."""
         record = state.models.get(ModelKey(project, name))
         if keep_last is None and keep_best is None and keep is None:
-            message = (
-                "say which steps to keep: keep_last=N, keep_best=val/reward or keep=STEP (several)"
-            )
-            raise Unprocessable([FieldError(("keep_last",), message)])
+            how = "keep_last=N, keep_best=val/reward or keep=STEP (several)"
+            raise Unprocessable([FieldError(("keep_last",), f"say which steps to keep: {how}")])
         return state.checkpoints.keep(record.key, last=keep_last, best=keep_best, steps=keep or ())
 
     @router.delete(at + "/{step}")
@@ -306,13 +311,3 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
                 "served, and what the next job goes on from"
             )
         return gone
-
-
-def _checkpoint(checkpoint: Checkpoint) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=checkpoint.step,
-        sha256=checkpoint.sha256,
-        job=checkpoint.manifest.get("job"),
-        created_at=checkpoint.manifest["created_at"],
-        metrics=checkpoint.manifest.get("metrics") or {},
-    )

@@ -68,14 +68,14 @@ class JobEvents:
         values = (event.job, event.id, event.type, event.at, json.dumps(event.data))
         db.execute("INSERT INTO job_events VALUES (?, ?, ?, ?, ?)", values)
 
-    def prune(self, ended_before: float) -> int:
-        """Delete the events of jobs that ended before a time, except the last of each."""
+    def prune(self, *, max_age_s: float) -> int:
+        """Delete the events of jobs that ended too long ago, except the last of each."""
         with self._store.transaction() as db:
             cursor = db.execute(
                 "DELETE FROM job_events WHERE job IN "
                 "(SELECT id FROM jobs WHERE json_extract(info, '$.ended_at') < ?) AND id < "
                 "(SELECT max(id) FROM job_events AS others WHERE others.job = job_events.job)",
-                (ended_before,),
+                (time.time() - max_age_s,),
             )
             return cursor.rowcount
 

@@ -84,6 +84,7 @@ class JobStore:
         self._events = JobEvents(store, keep_progress=keep_progress)
         self.wait_event, self.stop_waiting = self._events.wait, self._events.stop_waiting
         self.events, self.progress = self._events.read, self._events.progress
+        self.prune_events = self._events.prune
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
         self._cancelling: set[str] = set()
@@ -132,11 +133,10 @@ class JobStore:
                 "limit": limit if limit < 0 else limit + len(pending),
             },
         )
-        jobs = [JobInfo.model_validate_json(row["info"]) for row in rows]
-        jobs = [pending.get(job.id, job) for job in jobs]
+        stored = (JobInfo.model_validate_json(row["info"]) for row in rows)
         jobs = [
             job
-            for job in jobs
+            for job in (pending.get(job.id, job) for job in stored)
             if state in (None, job.state) and columns["model"] in (None, job.model)
         ]
         return jobs if limit < 0 else jobs[:limit]
@@ -333,10 +333,6 @@ class JobStore:
             )
             failed.append(self.move(job.id, "failed", failure=failure, server_deaths=deaths))
         return queued, failed
-
-    def prune_events(self, *, max_age_s: float) -> int:
-        """Delete the events of jobs that ended too long ago, except the last of each."""
-        return self._events.prune(time.time() - max_age_s)
 
     def _change(
         self, job_id: str, change: Callable[[JobInfo], dict[str, Any]], *, remember: bool = False
