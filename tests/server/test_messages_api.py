@@ -477,6 +477,9 @@ def test_wrong_input_is_a_bad_request_in_anthropics_shape(
 ) -> None:
     before = len(shared.engine.requests)
     image = {"type": "image", "source": {"type": "url", "url": "http://x.example/a.png"}}
+    nested: dict[str, Any] = {}
+    for _ in range(65):
+        nested = {"items": nested}
     for wrong, says in (
         (
             {"messages": [{"role": "user", "content": [image]}]},
@@ -489,6 +492,10 @@ def test_wrong_input_is_a_bad_request_in_anthropics_shape(
         ),
         ({"messages": [{"role": "user", "content": "word " * 1000}]}, "messages: 4"),
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers: not in this version"),
+        (
+            {"extra_body": {"output_format": {"type": "json_schema", "schema": nested}}},
+            "output_config.format.schema: nested more than",
+        ),
     ):
         with pytest.raises(anthropic.BadRequestError) as caught:
             talk("never", **wrong)

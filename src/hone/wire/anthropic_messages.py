@@ -51,13 +51,8 @@ _REFUSED: Refused = {
     "thread": ("send all messages of the conversation",),
 }
 
-_CHAT_KEYS = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "chat_template_kwargs": "thinking",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-}
-"""Keys of the chat request whose name differs here, for error messages."""
+CHAT_NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}
+"""Keys of the chat completion, as clients of this API know them."""
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -156,7 +151,7 @@ class CountRequest(GenerationBody):
 
     @cached_property
     def chat(self) -> ChatRequest:
-        """The same request as a chat completion. Raises BadRequest in the words of this API."""
+        """The same request as a chat completion. Raises BadRequest."""
         messages = chat_messages(self.system, self.messages)
         if messages[-1]["role"] == "assistant":
             raise BadRequest(
@@ -164,31 +159,26 @@ class CountRequest(GenerationBody):
                 "are not in this version; end with a message of the user",
                 param="messages",
             )
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "stream": self.stream,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "tools": None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
-            **_chat_tool_choice(self.tool_choice),
-        }
-        if self.thinking is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
-        config = self.output_config
-        if form := (config.format if config else None) or self.output_format:
-            schema = {"name": "output", "schema": form.json_schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        try:
-            return _FittedRequest.parse(body)
-        except BadRequest as error:
-            key = error.param or ""
-            ours = _CHAT_KEYS.get(key, key)
-            text = str(error).replace(f"{key}:", f"{ours}:", 1)
-            raise BadRequest(text, param=ours, code=error.code) from None
+        config, thinking = self.output_config, self.thinking
+        form = (config.format if config else None) or self.output_format
+        schema = form and {"name": "output", "schema": form.json_schema}
+        return _FittedRequest.parse(
+            {
+                "model": self.model,
+                "messages": messages,
+                "max_tokens": self.max_tokens,
+                "stop": self.stop_sequences,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "tools": None if self.tools is None else list(map(_chat_tool, self.tools)),
+                **_chat_tool_choice(self.tool_choice),
+                "chat_template_kwargs": thinking
+                and {"enable_thinking": thinking.type != "disabled"},
+                "response_format": schema and {"type": "json_schema", "json_schema": schema},
+            }
+        )
 
 
 class MessagesRequest(CountRequest):
@@ -231,13 +221,14 @@ def request_schema(body: type[CountRequest]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = tool.input_schema
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    present = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": present}
 
 
 def _chat_tool_choice(choice: ToolChoice | None) -> dict[str, Any]:

@@ -13,8 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from hone.wire.anthropic_blocks import BlockWriter, arguments_text, message_blocks
-from hone.wire.anthropic_messages import CountRequest, MessagesRequest, request_schema
+from hone.wire.anthropic_messages import (
+    CHAT_NAMES,
+    CountRequest,
+    MessagesRequest,
+    request_schema,
+)
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event
+from hone.wire.errors import rename_key
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import assistant_message, tool_call, usage
 
@@ -41,7 +47,7 @@ _RECORDED = ("call_id", "policy_step", "token_ids", "malformed")
 
 def error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
     """An error of this API; `body` is the same in OpenAI's shape."""
-    error = body["error"]
+    error = rename_key(body, CHAT_NAMES)["error"]
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     known = {key: error[key] for key in ("param", "code") if error.get(key)}
     wrong = {"type": kind, "message": error["message"], **known}

@@ -7,7 +7,7 @@ Out:  a status and {"error": {message, type, param, code}}; the message of a bod
 `type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def error_response(error: Exception, log_file: Path) -> tuple[int, dict[str, Any
             {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
         ]
     return status, body
+
+
+def rename_key(body: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """An error about a key of a chat completion, with the name that another dialect has for it."""
+    error = body["error"]
+    if own := names.get(error["param"]):
+        message = own + error["message"].removeprefix(error["param"])
+        body = {**body, "error": {**error, "param": own, "message": message}}
+    return body
 
 
 def error_message(body: dict[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from pydantic import (
 from hone.errors import BadRequest
 from hone.wire.errors import brief
 from hone.wire.json import load_object
-from hone.wire.output_format import VLLM_KEYS, OutputFormat, output_format
+from hone.wire.output_format import OutputFormat, output_format
 from hone.wire.request_body import GenerationBody, Refused
 
 IGNORED = {
@@ -137,8 +137,7 @@ class _Request(GenerationBody):
     @property
     def output_format(self) -> OutputFormat | None:
         """The form that the answer's text must have; None for free text. Raises BadRequest."""
-        keys = ("response_format", *VLLM_KEYS)
-        return output_format({key: getattr(self, key) for key in keys})
+        return output_format(dict(self))
 
     @field_validator("stream_options")
     @classmethod

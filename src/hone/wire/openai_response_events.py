@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
+from hone.wire.errors import rename_key
 from hone.wire.openai_response_items import (
     ItemIds,
     encrypt,
@@ -25,15 +26,6 @@ from hone.wire.openai_response_items import (
     text_part,
 )
 from hone.wire.openai_responses import CHAT_NAMES, ResponsesRequest
-
-
-def _error_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """An error of the chat completion names the keys of this API."""
-    error = body["error"]
-    if own := CHAT_NAMES.get(error["param"]):
-        message = own + error["message"].removeprefix(error["param"])
-        body = {**body, "error": {**error, "param": own, "message": message}}
-    return body
 
 
 class ResponseWriter:
@@ -210,7 +202,7 @@ RESPONSES = Dialect(
     parse=ResponsesRequest.parse,
     writer=_writer,
     named_events=True,
-    error_body=_error_body,
+    error_body=lambda status, body: rename_key(body, CHAT_NAMES),
 )
 INPUT_TOKENS = replace(RESPONSES, path="/v1/responses/input_tokens")
 """Requests for the length of the prompt of a response."""

@@ -310,9 +310,15 @@ def input_items(
         if message["role"] == "assistant":
             items += output_items(message, own, encrypted=encrypted)
         elif message["role"] == "tool":
-            item = {"id": own.function_call_output(), "type": "function_call_output"}
-            item |= {"call_id": message["tool_call_id"], "output": content}
-            items.append(item | {"status": "completed"})
+            items.append(
+                {
+                    "id": own.function_call_output(),
+                    "type": "function_call_output",
+                    "call_id": message["tool_call_id"],
+                    "output": content,
+                    "status": "completed",
+                }
+            )
         else:
             parts = [{"text": content}] if isinstance(content, str) else content or ()
             texts = [{"type": "input_text", "text": part["text"]} for part in parts]
@@ -324,26 +330,40 @@ def reasoning_item(
     ids: ItemIds, text: str | None, *, encrypted: bool = False, status: str = "completed"
 ) -> dict[str, Any]:
     """`text` is None for an item that has just begun."""
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    item = {"id": ids.reasoning, "type": "reasoning", "summary": [], "content": content}
-    secret = encrypt(text) if encrypted and text is not None else None
-    return item | {"encrypted_content": secret, "status": status}
+    return {
+        "id": ids.reasoning,
+        "type": "reasoning",
+        "summary": [],
+        "content": [] if text is None else [{"type": "reasoning_text", "text": text}],
+        "encrypted_content": encrypt(text) if encrypted and text is not None else None,
+        "status": status,
+    }
 
 
 def message_item(
     item_id: str, content: list[dict[str, Any]], status: str = "completed"
 ) -> dict[str, Any]:
-    message = {"id": item_id, "type": "message", "role": "assistant"}
-    return message | {"content": content, "status": status}
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "status": status,
+    }
 
 
 def text_part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return part | {"logprobs": list(logprobs)}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def function_call_item(
     item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
-    item = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name}
-    return item | {"arguments": arguments, "status": status}
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": status,
+    }

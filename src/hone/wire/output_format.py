@@ -36,33 +36,33 @@ class OutputFormat:
 
 def output_format(request: Mapping[str, Any]) -> OutputFormat | None:
     """The one format that a request names. Raises BadRequest for a wrong one, and for two."""
-    formats: list[OutputFormat] = []
-    if (value := request.get("response_format")) is not None:
-        formats += _response_format(value)
-    for key in VLLM_KEYS:
-        if (value := request.get(key)) is None:
-            continue
-        if key == "structured_outputs":
-            formats.append(_structured_outputs(value))
-        else:
-            formats.append(_format(key.removeprefix("guided_"), value, key))
+    sent = {key: request.get(key) for key in ("response_format", *VLLM_KEYS)}
+    named = [_read(key, value) for key, value in sent.items() if value is not None]
+    formats = [form for form in named if form is not None]
     if len(formats) > 1:
         one, other = formats[0].param, formats[1].param
         raise BadRequest(f"{one}: {other} is there too; send one of them", param=one)
     return formats[0] if formats else None
 
 
-def _response_format(value: Any) -> list[OutputFormat]:
-    key = "response_format"
+def _read(key: str, value: Any) -> OutputFormat | None:
+    if key == "response_format":
+        return _response_format(value, key)
+    if key == "structured_outputs":
+        return _structured_outputs(value, key)
+    return _format(key.removeprefix("guided_"), value, key)
+
+
+def _response_format(value: Any, key: str) -> OutputFormat | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
-        return []
+        return None
     if kind == "json_object":
-        return [OutputFormat("json_schema", dict(ANY_OBJECT), key)]
+        return _format(kind, True, key)
     if kind == "json_schema":
         inner = value.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        return [_format("json", schema, f"{key}.json_schema.schema")]
+        return _format("json", schema, f"{key}.json_schema.schema")
     raise BadRequest(
         f"{key}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or {{'type': 'json_schema', "
         f"'json_schema': {{'name': ..., 'schema': ...}}}}, got {brief(value)}",
@@ -70,8 +70,8 @@ def _response_format(value: Any) -> list[OutputFormat]:
     )
 
 
-def _structured_outputs(value: Any) -> OutputFormat:
-    key, kinds = "structured_outputs", ("json", "regex", "choice", "grammar", "json_object")
+def _structured_outputs(value: Any, key: str) -> OutputFormat:
+    kinds = ("json", "regex", "choice", "grammar", "json_object")
     sent = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
     if len(sent) != 1 or not sent.keys() <= {*kinds}:
         raise BadRequest(
