@@ -305,7 +305,7 @@ def test_the_newest_of_equal_answers_is_continued(qwen25):
 def test_a_template_that_cannot_bridge_says_so(make_tokenizer):
     jinja = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]"
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct", jinja))
-    assert template.renderer_name == "jinja"
+    assert template.renderer.name == "jinja"
     whole = encode(template, "the<|im_end|>")
     split = [*(i for letter in "the" for i in encode(template, letter)), template.stop_ids[0]]
     for completion, same in ((whole, True), (split, False)):

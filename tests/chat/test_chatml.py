@@ -111,7 +111,7 @@ def test_plain_talk_gives_the_ids_of_the_models_own_template(templates, family, 
 def test_qwen25_with_tools_gives_the_ids_of_its_own_template(templates, messages, tools):
     template = templates["qwen2.5-instruct"]
     tokenizer = template.tokenizer
-    assert template.renderer_name == "chatml"
+    assert template.renderer.name == "chatml"
     assert template.render(as_sent(messages), tools) == own_ids(tokenizer, messages, tools, True)
 
 
@@ -120,7 +120,7 @@ def test_qwen25_with_tools_gives_the_ids_of_its_own_template(templates, messages
 def test_smollm2_with_tools_is_qwen25_with_another_default_sentence(templates, messages):
     # SmolLM2's own template drops tools without a word, so there is nothing of its own to equal.
     smollm2, qwen = templates["smollm2-instruct"], templates["qwen2.5-instruct"].tokenizer
-    assert smollm2.renderer_name == "chatml+hermes"
+    assert smollm2.renderer.name == "chatml+hermes"
     text = qwen.apply_chat_template(
         messages, tools=[WEATHER], add_generation_prompt=True, tokenize=False
     ).replace(
@@ -167,7 +167,7 @@ def test_a_template_that_does_something_else_is_not_taken_for_chatml(make_tokeni
     own = make_tokenizer("smollm2-instruct").chat_template
     assert CHANGES[change][0] in own, "the change would change nothing"
     changed = make_tokenizer("smollm2-instruct", own.replace(*CHANGES[change]))
-    assert ChatTemplate.load(changed, "HuggingFaceTB/SmolLM2-135M-Instruct").renderer_name == (
+    assert ChatTemplate.load(changed, "HuggingFaceTB/SmolLM2-135M-Instruct").renderer.name == (
         "jinja"
     )
 

@@ -199,7 +199,7 @@ def llama3(make_tokenizer) -> ChatTemplate:
     template = ChatTemplate.load(
         make_tokenizer("llama-3"), "meta-llama/Llama-3.2-1B-Instruct", today=date(2026, 1, 2)
     )
-    assert template.renderer_name == "renderers/llama-3"
+    assert template.renderer.name == "renderers/llama-3"
     return template
 
 

@@ -45,7 +45,7 @@ property_test = settings(
     ],
 )
 def test_the_renderer_is_chosen_by_what_the_template_does(make_tokenizer, family, name, chosen):
-    assert ChatTemplate.load(make_tokenizer(family), name).renderer_name == chosen
+    assert ChatTemplate.load(make_tokenizer(family), name).renderer.name == chosen
 
 
 class _Forgets(dict[str, ChatTemplate]):
@@ -71,7 +71,7 @@ def test_a_server_of_many_base_models_spells_out_each_vocabulary_once(make_token
 def test_an_unknown_template_is_rendered_as_it_is(make_tokenizer):
     tokenizer = make_tokenizer("smollm2-instruct", NO_TOOLS_TEMPLATE)
     template = ChatTemplate.load(tokenizer)
-    assert template.renderer_name == "jinja"
+    assert template.renderer.name == "jinja"
     assert not template.renderer.bridges
     assert tokenizer.decode(template.render(HI)) == "[user]hi"
     with pytest.raises(TemplateError, match=r"^tools: .* would vanish"):
@@ -126,7 +126,7 @@ def test_qwen3_gives_the_ids_of_its_own_template(qwen3, turns, tools, thinking):
             messages[-1]["reasoning_content"] = reasoned
     messages.append({"role": "user", "content": "so?"})
     template = qwen3.with_kwargs({"enable_thinking": thinking})
-    assert template.renderer_name == "renderers/qwen3"
+    assert template.renderer.name == "renderers/qwen3"
     assert template.render(messages, tools) == qwen3.tokenizer.apply_chat_template(
         messages,
         tools=tools,
@@ -141,11 +141,11 @@ def test_qwen3_gives_the_ids_of_its_own_template(qwen3, turns, tools, thinking):
 
 def test_arguments_are_used_or_named_as_ignored(qwen3, qwen25):
     variant = qwen3.with_kwargs({"enable_thinking": False, "mood": "gay"})
-    assert variant.ignored_kwargs == ("mood",)
+    assert variant.renderer.ignored == ("mood",)
     assert variant.fingerprint != qwen3.fingerprint
     assert qwen3.with_kwargs({"mood": "gay"}).fingerprint == qwen3.fingerprint
     assert qwen3.with_kwargs({"mood": "gay"}) is qwen3.with_kwargs({"mood": "gay"})
-    assert qwen25.with_kwargs({"enable_thinking": False}).ignored_kwargs == ("enable_thinking",)
+    assert qwen25.with_kwargs({"enable_thinking": False}).renderer.ignored == ("enable_thinking",)
     assert qwen25.with_kwargs({"enable_thinking": False}).fingerprint == qwen25.fingerprint
     assert qwen25.with_kwargs({}) is qwen25
     with pytest.raises(TemplateError, match=r"^chat_template_kwargs: [^:]*\nenable_thinking"):
@@ -168,7 +168,7 @@ def test_the_date_a_template_prints_is_frozen_and_fingerprinted(make_tokenizer, 
 def test_the_fingerprint_names_template_and_vocabulary(make_tokenizer, smollm2, qwen25):
     same_text = make_tokenizer("qwen2.5-instruct", smollm2.tokenizer.chat_template)
     other_vocabulary = ChatTemplate.load(same_text)
-    assert other_vocabulary.renderer_name == smollm2.renderer_name
+    assert other_vocabulary.renderer.name == smollm2.renderer.name
     prints = {smollm2.fingerprint, qwen25.fingerprint, other_vocabulary.fingerprint}
     assert len(prints) == 3
     before = smollm2.fingerprint

@@ -123,7 +123,7 @@ async def test_a_client_that_leaves_does_not_stop_a_load(world: World) -> None:
 
 async def test_the_template_needs_no_engine(world: World) -> None:
     language = await world.serving.template(world.tiny)
-    assert language.template.renderer_name == "chatml"
+    assert language.template.renderer.name == "chatml"
     assert language.max_positions == 512
     assert world.engines == {}
 

@@ -40,7 +40,6 @@ def answer_constraint(
     if not calls and reasoning == "none":
         assert output is not None
         return plain_constraint(output)
-    tags = _Tags(template)
     rules: list[str] = []
     body = "output"
     if calls:
@@ -50,15 +49,15 @@ def answer_constraint(
                 "response_format or the tools",
                 param="tools",
             )
-        rules += _call_rules(choice, choice.syntax, tags)
+        rules += _call_rules(choice, choice.syntax, template)
         body = "call" if choice.single else "call (BREAK call)*"
         if not choice.required:
             free = output is None
-            body = _text_and_calls(tags, rules, choice) if free else f"{body} | output"
+            body = _text_and_calls(template, rules, choice) if free else f"{body} | output"
     if "output" in body:
         assert output is not None
         rules.append(f"output: {_embedded(output)}")
-    start = f"start: {_reasoning(reasoning, tags)}({body})"
+    start = f"start: {_reasoning(reasoning, template)}({body})"
     rules.append(r"BREAK: /\n{0,2}/")
     return Constraint("grammar", "\n".join([start, *rules]) + "\n")
 
@@ -72,22 +71,14 @@ def plain_constraint(output: OutputFormat) -> Constraint:
     return Constraint("grammar", _lark(output))
 
 
-class _Tags:
-    """Tags of the template as the grammar must name them: as one token, or as text."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._tokenizer = template.tokenizer
-        self.stop_ids = template.stop_ids
-
-    def id(self, tag: str) -> int | None:
-        return token_id(self._tokenizer, tag)
-
-    def symbol(self, tag: str) -> str:
-        # llguidance takes every added token of the form <...> for a special one: no text matches it.
-        return _literal(tag) if self.id(tag) is None else f"<[{self.id(tag)}]>"
+def _symbol(template: ChatTemplate, tag: str) -> str:
+    """A tag of the template as the grammar must name it: as one token, or as text."""
+    # llguidance takes every added token of the form <...> for a special one: no text matches it.
+    id = token_id(template.tokenizer, tag)
+    return _literal(tag) if id is None else f"<[{id}]>"
 
 
-def _call_rules(choice: ToolChoice, syntax: CallSyntax, tags: _Tags) -> list[str]:
+def _call_rules(choice: ToolChoice, syntax: CallSyntax, template: ChatTemplate) -> list[str]:
     """`call`: one call of an allowed function."""
     called = [tool["function"] for tool in choice.tools]
     if choice.name is not None:
@@ -98,7 +89,7 @@ def _call_rules(choice: ToolChoice, syntax: CallSyntax, tags: _Tags) -> list[str
         schema = _parameters(function) if constrained else dict(ANY_OBJECT)
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
         arguments.append(f"{_literal(name + syntax.after_name)} %json {_schema_text(schema)}")
-    opening, closing = tags.symbol(OPEN_CALL), tags.symbol(CLOSE_CALL)
+    opening, closing = _symbol(template, OPEN_CALL), _symbol(template, CLOSE_CALL)
     return [
         f"call: {opening} rest",
         f"rest: {_literal(syntax.before_name)} function {_literal(syntax.end)} {closing}",
@@ -117,31 +108,31 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _text_and_calls(tags: _Tags, rules: list[str], choice: ToolChoice) -> str:
+def _text_and_calls(template: ChatTemplate, rules: list[str], choice: ToolChoice) -> str:
     """Text with calls in it, or with a single one at its end; adds the rules that this needs."""
     rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN_CALL}(?s:.*)/")
-    if tags.id(OPEN_CALL) is not None:
+    if token_id(template.tokenizer, OPEN_CALL) is not None:
         return "TEXT call?" if choice.single else "TEXT (call TEXT)*"
     # A tag of several tokens: text up to its first occurrence, which only a lazy rule can end.
     rules.append(f"opened[lazy]: /(?s:.*){OPEN_CALL}/")
     return "opened rest | TEXT" if choice.single else "(opened rest)* TEXT"
 
 
-def _reasoning(reasoning: str, tags: _Tags) -> str:
+def _reasoning(reasoning: str, template: ChatTemplate) -> str:
     """What comes before the answer itself, followed by a space."""
     if reasoning == "none":
         return ""
-    close = tags.id(CLOSE_THINK)
-    if reasoning == "channels" or close is None or tags.id(OPEN_THINK) is None:
+    opening, close = (token_id(template.tokenizer, tag) for tag in (OPEN_THINK, CLOSE_THINK))
+    if reasoning == "channels" or close is None or opening is None:
         raise BadRequest(
             "response_format, tool_choice: this model's reasoning does not end with one token, so the "
             "constraint has no place to begin; turn the reasoning off, or leave out response_format, "
             "strict functions and a required tool_choice"
         )
     # Everything but the tokens that end the reasoning or the answer.
-    others = ",".join(map(str, sorted({close, *tags.stop_ids})))
+    others = ",".join(map(str, sorted({close, *template.stop_ids})))
     thought = f"<[^{others}]>* <[{close}]> /[ \\n]{{0,4}}/"
-    return f"{thought} " if reasoning == "open" else f"(<[{tags.id(OPEN_THINK)}]> {thought})? "
+    return f"{thought} " if reasoning == "open" else f"(<[{opening}]> {thought})? "
 
 
 def _embedded(output: OutputFormat) -> str:

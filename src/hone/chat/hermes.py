@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from hone.wire.json import load_object
+from hone.wire.json import load_object, object_or_none
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 
@@ -97,8 +97,8 @@ class HermesCall:
             self._lex_string(token, at)
         elif token == CLOSE_CALL:
             quoted = self._quoted_tag
-            is_object = quoted is None or _is_object(self._before(at, text))
-            self._end = at if is_object else quoted
+            whole = quoted is None or object_or_none(self._before(at, text)) is not None
+            self._end = at if whole else quoted
         elif self._opened and not self._depth:
             pass  # after the object
         elif token == '"':
@@ -183,14 +183,6 @@ def _skip(text: str, position: int) -> int:
     space = _SPACE.match(text, position)
     assert space is not None
     return space.end()
-
-
-def _is_object(text: str) -> bool:
-    try:
-        load_object(text)
-    except ValueError:
-        return False
-    return True
 
 
 def without_partial(text: str, tags: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ class Jinja:
         self.prints_date = "strftime_now" in self.source
         self.kwargs = dict(kwargs)
         self.ignored = tuple(key for key in kwargs if key not in self.source)
-        self._today = today
+        self.today = today
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
@@ -144,7 +144,7 @@ class Jinja:
     def _frozen(self, template: str) -> str:
         # transformers lets no function through to a template, so the date goes in as text.
         frozen = _PRINTED_DATE.sub(
-            lambda match: json.dumps(self._today.strftime(match["form"])), template
+            lambda match: json.dumps(self.today.strftime(match["form"])), template
         )
         if "strftime_now(" in frozen:
             raise ModelUnsupported(

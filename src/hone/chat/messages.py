@@ -10,9 +10,10 @@ their own framework, and a comparison of bytes would find no turn that continues
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -23,11 +24,19 @@ from pydantic.dataclasses import dataclass
 
 from hone.errors import TemplateError
 from hone.wire.errors import brief, first_problem
-from hone.wire.json import load_object
+from hone.wire.json import load_object, object_or_none
 from hone.wire.openai_chat import TOOLS, tool_call
 
 Role = Literal["system", "user", "assistant", "tool"]
 Tools = Sequence[Mapping[str, Any]]
+
+
+def _whole_characters(text: str) -> str:
+    text.encode()  # raises for half of a surrogate pair
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_whole_characters)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class ToolCall:
     """One function call of an assistant message."""
 
     name: str
-    arguments: str = "{}"
+    arguments: _Text = "{}"
     """JSON of an object, as it was sent or returned; or text that a model began as an object."""
     id: str = ""
 
@@ -60,19 +69,11 @@ class ToolCall:
             load_object(value)  # raises; what a model began as an object and broke is not refused
         return value
 
-    @field_validator("arguments")
-    @classmethod
-    def _whole_characters(cls, value: str) -> str:
-        value.encode()  # raises for half of a surrogate pair
-        return value
-
     @property
     def values(self) -> dict[str, Any] | str:
         """The arguments; their text where a model wrote JSON that does not parse."""
-        try:
-            return load_object(self.arguments)
-        except ValueError:
-            return self.arguments
+        values = object_or_none(self.arguments)
+        return self.arguments if values is None else values
 
     def plain(self, arguments: str | dict[str, Any]) -> dict[str, Any]:
         """As messages carry it, with the arguments as JSON text or as an object."""
@@ -84,11 +85,11 @@ class Message:
     """One turn, as text."""
 
     role: Role
-    content: str = ""
+    content: _Text = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    reasoning: str | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+    reasoning: _Text | None = None
+    tool_call_id: _Text | None = None
+    name: _Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -121,12 +122,6 @@ class Message:
             texts.append(text)
         # One line per part, as vLLM joins them: an agent that moves between the two sees one prompt.
         return "\n".join(texts)
-
-    @field_validator("content", "reasoning", "tool_call_id", "name")
-    @classmethod
-    def _whole_characters(cls, value: str | None) -> str | None:
-        (value or "").encode()  # raises for half of a surrogate pair
-        return value
 
     @field_validator("tool_calls")
     @classmethod

@@ -11,9 +11,8 @@ The import takes a second and pulls in httpx, so it happens when a model needs i
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 from hone.chat.jinja import Jinja
@@ -119,7 +118,7 @@ def known_renderer(name: str) -> str | None:
     return MODEL_RENDERER_MAP.get(name)
 
 
-def typed(own: Jinja, renderer_name: str, kwargs: Mapping[str, Any], today: date) -> Library | None:
+def typed(own: Jinja, renderer_name: str) -> Library | None:
     """The library's own renderer for a family; None if the tokenizer lacks the tokens it needs."""
     from renderers.base import create_renderer, merge_chat_template_kwargs
     from renderers.configs import config_from_name
@@ -127,8 +126,8 @@ def typed(own: Jinja, renderer_name: str, kwargs: Mapping[str, Any], today: date
     config: Any = config_from_name(renderer_name)
     assert config is not None, renderer_name
     fields = type(config).template_field_names()
-    dates = {key: today.strftime(form) for key, form in _DATE_FIELDS.items() if key in fields}
-    used = {key: value for key, value in kwargs.items() if key in fields}
+    dates = {key: own.today.strftime(form) for key, form in _DATE_FIELDS.items() if key in fields}
+    used = {key: value for key, value in own.kwargs.items() if key in fields}
     try:
         config = merge_chat_template_kwargs(config, {**dates, **used})
     except ValueError as error:
@@ -149,7 +148,7 @@ def typed(own: Jinja, renderer_name: str, kwargs: Mapping[str, Any], today: date
         own=own,
         name=f"renderers/{renderer_name}",
         strips_reasoning=retention != "all",
-        ignored=tuple(key for key in kwargs if key not in fields),
+        ignored=tuple(key for key in own.kwargs if key not in fields),
         prints_date=bool(dates) or own.prints_date,
         keeping=keeping,
     )

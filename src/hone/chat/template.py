@@ -80,21 +80,12 @@ class ChatTemplate:
     """The chat template of one model, with its arguments."""
 
     def __init__(
-        self,
-        own: Jinja,
-        renderer: Renderer,
-        *,
-        name: str,
-        kwargs: Mapping[str, Any],
-        today: date,
-        end_ids: Sequence[int] = (),
+        self, own: Jinja, renderer: Renderer, *, name: str, end_ids: Sequence[int]
     ) -> None:
-        self.tokenizer = own.tokenizer
+        self.tokenizer, self.kwargs, self.today = own.tokenizer, own.kwargs, own.today
         self.renderer = renderer
         self.name = name
-        self.kwargs = dict(kwargs)
         self._own = own
-        self.today = today
         self._end_ids = tuple(end_ids)
         self._variants: dict[str, ChatTemplate] = {}
         self._endings: dict[bool, int] = {}
@@ -115,25 +106,21 @@ class ChatTemplate:
         `end_ids` are the tokens that end an answer by the model's configuration files.
         """
         name = name or str(getattr(tokenizer, "name_or_path", ""))
-        kwargs = dict(chat_template_kwargs or {})
-        today = today or datetime.now(UTC).date()
-        own = Jinja(tokenizer, kwargs, today)
+        own = Jinja(tokenizer, chat_template_kwargs or {}, today or datetime.now(UTC).date())
         renderer: Renderer | None = None
         known = library.known_renderer(name)
         if known is not None:
-            renderer = _agreeing(library.typed(own, known, kwargs, today), _NAMED_CONVERSATIONS)
+            renderer = _agreeing(library.typed(own, known), _NAMED_CONVERSATIONS)
         if renderer is None and own.exists:
             renderer = chatml.recognise(own)
         if renderer is None and CLOSE_THINK in own.source and chatml.START in own.source:
-            renderer = _agreeing(
-                library.typed(own, "qwen3", kwargs, today), chatml.PROBE_CONVERSATIONS
-            )
+            renderer = _agreeing(library.typed(own, "qwen3"), chatml.PROBE_CONVERSATIONS)
         if renderer is None and not own.exists:
             raise ModelUnsupported(
                 f"{name or 'this tokenizer'}: it has no chat template; use the instruct version of "
                 "the model, or set chat_template in its tokenizer_config.json"
             )
-        return cls(own, renderer or own, name=name, kwargs=kwargs, today=today, end_ids=end_ids)
+        return cls(own, renderer or own, name=name, end_ids=end_ids)
 
     def with_kwargs(
         self, kwargs: Mapping[str, Any] | None, day: date | None = None
@@ -157,20 +144,11 @@ class ChatTemplate:
             self._variants[key] = variant
         return variant  # another thread may have cleared them since
 
-    @property
-    def renderer_name(self) -> str:
-        return self.renderer.name
-
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn, the template's own first."""
         # Needed by every call, and a renderer may search its whole vocabulary for them.
         return tuple(dict.fromkeys((*self.renderer.stop_ids, *self._end_ids)))
-
-    @property
-    def ignored_kwargs(self) -> tuple[str, ...]:
-        """Template arguments that change nothing for this model."""
-        return self.renderer.ignored
 
     @cached_property
     def _hermes(self) -> bool:
@@ -185,8 +163,8 @@ class ChatTemplate:
         """
         foreign = isinstance(self.renderer, library.Library)
         arguments = {
-            "kwargs": {k: v for k, v in self.kwargs.items() if k not in self.ignored_kwargs},
-            "renderer": self.renderer_name,
+            "kwargs": {k: v for k, v in self.kwargs.items() if k not in self.renderer.ignored},
+            "renderer": self.renderer.name,
             "version": version("renderers") if foreign else chatml.VERSION,
         }
         date = self.today.isoformat() if self.renderer.prints_date else None
@@ -219,7 +197,7 @@ class ChatTemplate:
         if whole[: len(prompt)] == prompt:
             ids = whole[len(prompt) :]
         else:  # the first token of the answer merged with the prompt's last, or it is another text
-            before, text = self._text(prompt), self._text(whole)
+            before, text = self.text(prompt), self.text(whole)
             if not text.startswith(before):
                 raise TemplateError(
                     f"the chat template of {self.name!r} does not write an answer after its "
@@ -247,11 +225,6 @@ class ChatTemplate:
             reply = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
             reply["tool_calls"][0] |= {"id": "call00000", "type": "function"}
         return self.render([{"role": "user", "content": "x"}, reply], generation_prompt=False)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
 
     def check(
         self, messages: object, tools: Tools | None
@@ -337,7 +310,7 @@ class ChatTemplate:
     def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning:
         """Whether the answer to a prompt may hold reasoning."""
         if CLOSE_THINK not in self._own.source:
-            channels = "<|channel" in self._own.source or self.renderer_name == "renderers/gpt-oss"
+            channels = "<|channel" in self._own.source or self.renderer.name == "renderers/gpt-oss"
             return "channels" if channels else "none"
         end = self.tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False).rstrip()
         if end.endswith(OPEN_THINK):

@@ -78,18 +78,19 @@ class ToolChoice:
         single = name is not None or parallel is False
         syntax = _call_syntax(template)
         if syntax is None and (required or single):
-            raise _impossible(template)
+            raise BadRequest(
+                f"tool_choice, parallel_tool_calls: the chat template of {template.name!r} writes no "
+                "Hermes tool calls; possible here: tool_choice 'auto' and 'none', with "
+                "parallel_tool_calls left out or true",
+                param="tool_choice",
+            )
         return cls(offered, required, name, single, syntax)
-
-    @property
-    def strict(self) -> bool:
-        """Whether the arguments of a function must match its schema."""
-        return self.syntax is not None and self._has_strict
 
     @property
     def constrained(self) -> bool:
         """Whether the choice itself constrains the answer, whatever its output format."""
-        return bool(self.tools) and (self.required or self.strict)
+        strict = self.syntax is not None and self._has_strict
+        return bool(self.tools) and (self.required or strict)
 
     @property
     def ignores_strict(self) -> bool:
@@ -133,12 +134,3 @@ def _call_syntax(template: ChatTemplate) -> CallSyntax | None:
         template.tokenizer.decode(ids, skip_special_tokens=False),
     )
     return CallSyntax(match[1], match[2], match[3]) if match else None
-
-
-def _impossible(template: ChatTemplate) -> BadRequest:
-    return BadRequest(
-        f"tool_choice, parallel_tool_calls: the chat template of {template.name!r} writes no Hermes "
-        "tool calls; possible here: tool_choice 'auto' and 'none', with parallel_tool_calls left out "
-        "or true",
-        param="tool_choice",
-    )

@@ -45,7 +45,7 @@ async def prepare_chat(
         context, request, max_tokens, template, constraint, param, stop
     )
     kwargs = request.chat_template_kwargs or {}
-    ignored = [f"chat_template_kwargs.{key}" for key in template.ignored_kwargs if key in kwargs]
+    ignored = [f"chat_template_kwargs.{key}" for key in template.renderer.ignored if key in kwargs]
     ignored += ["tools.strict"] if choice.ignores_strict else []
     return Generation(
         context=context,

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from hone.wire.base import Event
 from hone.wire.errors import brief, invalid_value
-from hone.wire.json import load_object
+from hone.wire.json import object_or_none
 from hone.wire.openai_chat import assistant_message, tool_call
 
 INVALID_JSON = "INVALID_JSON"
@@ -183,7 +183,7 @@ def message_blocks(
         blocks.append({"type": "text", "text": text})
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = _object(function["arguments"])
+        arguments = object_or_none(function["arguments"])
         if arguments is None:
             arguments = {INVALID_JSON: function["arguments"]}
         used = {"id": call["id"], "name": function["name"], "input": arguments}
@@ -285,7 +285,7 @@ class _Arguments:
 
     def end(self) -> str:
         """The rest, after which everything sent is a JSON object."""
-        if not self._text or _object(self._text) is not None:
+        if not self._text or object_or_none(self._text) is not None:
             return self._text[self._sent :]
         if not self._sent:
             return json.dumps({INVALID_JSON: self._text})
@@ -341,10 +341,3 @@ _WORD = ascii_letters + digits + "+-."
 """Characters of a number or a word, which may not be complete."""
 _RESTS = ("", "null", ":null", '"":null')
 """What completes a key or a value that was cut off."""
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        return load_object(text)
-    except ValueError:
-        return None

@@ -34,6 +34,14 @@ def load_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
+def object_or_none(text: str) -> dict[str, Any] | None:
+    """The same object, or None where `load_object` raises."""
+    try:
+        return load_object(text)
+    except ValueError:
+        return None
+
+
 def object_or_empty(body: bytes) -> dict[str, Any]:
     """The JSON object of a response body; empty where it is none."""
     try:
