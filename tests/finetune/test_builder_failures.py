@@ -141,7 +141,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             first = await w.collect(meta)
         assert w.ran == {"one": 2, "two": 2}
-        broken, w.builder.reads_episodes = False, False
+        broken, w.adapter.reads_episodes = False, False
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             second = await w.collect(meta)
@@ -264,7 +264,7 @@ async def test_what_was_seen_of_a_foreign_endpoint(
 ):
     """The same server, asked as if nobody could ask it what it recorded."""
     async with world(server, tiny_model, min_group_size=1) as w:
-        w.builder.server = None
+        w.adapter.server = None
         w.bind(w.say, ["one"])
         collection = await w.collect()
         # hone's own answers carry no logprobs in what the harness keeps: nothing to train on.

@@ -194,8 +194,7 @@ async def world(
     )
     builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
     await builder.initialize(run)
-    builder.bind_adapter(adapter)
-    builder.reads_episodes = True
+    builder.adapter, adapter.reads_episodes = adapter, True
     try:
         yield World(adapter, builder, llm, run_id)
     finally:

@@ -7,7 +7,6 @@ A trajectory whose calls the server recorded is sent as a reference: its rollout
 trained calls. Others are sent as text (rerender.py).
 """
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -41,7 +40,6 @@ from hone.finetune.base import (
 from hone.finetune.records import append_line
 from hone.finetune.rerender import sdk_groups
 from hone.model import TrainableModel
-from hone.tally import cancel_all
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RunSpec
 
@@ -95,8 +93,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The model on the server; known after `initialize`."""
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
-        self.training_jobs: dict[str, asyncio.Task[TrainingJobStatus]] = {}
-        """By run id, the newest job of each, as a task that ends with it and has its id as name."""
+        self.training_jobs: dict[str, str] = {}
+        """By run id, the job of each that has not ended, as far as is known here."""
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -237,9 +235,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.info = None
 
     async def close(self) -> None:
-        """Stop waiting, and stop the run's own server; its jobs continue at its next start."""
-        await cancel_all(self.training_jobs.values())
-        self.training_jobs.clear()
+        """Stop the run's own server; its jobs continue at its next start."""
         await self.backend.close()
 
     # ---- jobs -------------------------------------------------------------------------------
@@ -248,8 +244,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         """Submit a job; it is on the server's disk on return."""
         run_id, place = trajectories.run_id, trajectories.metadata or {}
         training = self.adapter_config.training
-        running = self.training_jobs.get(run_id)
-        if running is not None and not running.done():
+        if run_id in self.training_jobs:
             raise Conflict(
                 f"Training job for run {run_id} already exists and has not ended; wait for it "
                 "with wait_until_complete first"
@@ -275,19 +270,22 @@ class ARTTrainerAdapter(TrainerAdapter):
             plot_tensors=training.plot_tensors,
         )
         job = await self.backend.submit(request)
-        ref = TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
-        self.training_jobs[run_id] = asyncio.create_task(self._follow(ref), name=job.id)
+        self.training_jobs[run_id] = job.id
         count = sum(map(len, groups))
         logger.info("Submitted %d trajectories in %d groups for training", count, len(groups))
         used = job.config.model_dump(exclude_defaults=True) | {"beta": job.config.beta}
         logger.info("Job %s trains with %s", job.id, json.dumps(used))
-        return ref
+        return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job": job.id, **place})
 
-    async def _follow(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        job_id = _job_id(ref)
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
+    ) -> TrainingJobStatus:
+        """Wait for its last event; cancelling the wait does not stop the job."""
+        job_id, status, why = _job_id(ref), None, ""
         limit_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
         try:
             job = await self.backend.wait(job_id, on_event=self._on_event, timeout_s=limit_s)
+            status = self._described(ref, job)
         except TimeoutError:
             ending = "was cancelled"
             try:
@@ -300,9 +298,8 @@ class ARTTrainerAdapter(TrainerAdapter):
             )
         except HoneError as error:
             why = f"{type(error).__name__}: {error}"
-        else:
-            return self._described(ref, job)
-        return TrainingJobStatus(
+        self.training_jobs.pop(ref.run_id, None)
+        return status or TrainingJobStatus(
             run_id=ref.run_id,
             backend=ref.backend,
             status=TrainingStatusEnum.FAILED,
@@ -316,16 +313,6 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         """The current status of the job."""
         return self._described(ref, await self.backend.job(_job_id(ref)))
-
-    async def wait_until_complete(
-        self, ref: TrainingJobRef, poll_interval: float = 10.0
-    ) -> TrainingJobStatus:
-        """Wait for its last event; cancelling the wait does not stop the job."""
-        following = self.training_jobs.get(ref.run_id)
-        if following is None or following.get_name() != _job_id(ref):
-            return await self._follow(ref)  # another process submitted it, or it has ended
-        await asyncio.wait([following])
-        return following.result()
 
     def _described(self, ref: TrainingJobRef, job: JobInfo) -> TrainingJobStatus:
         """A job of the server as a status of the harness."""

@@ -30,7 +30,6 @@ from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import ItemResult
 from hone.finetune.base import (
-    Comparison,
     ModelServer,
     TrainerAdapter,
     TrajectoryBuilder,
@@ -92,21 +91,17 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
         super().__init__(trajectory_builder_config)
         self.num_generations, self.trial = trajectory_builder_config.num_generations, self
-        self.server: ModelServer | None = None
-        """Records the model's calls; None if no hone server serves the model."""
-        self.comparison = Comparison()
-        """How the trajectories of a job are compared."""
-        self.reads_episodes = True
-        """Whether the adapter reads the text of trajectories whose calls the server recorded."""
+        self.adapter: TrainerAdapter | None = None
+        """Trains what is collected."""
         self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
         """Model names in requests to the target, which is a key of `llms` or a model's name."""
         self._rounds: dict[str, _Round] = {}
         self._reported_unscoped = False
 
-    def bind_adapter(self, adapter: TrainerAdapter) -> None:
-        """Take over the adapter's server and how it reads trajectories."""
-        self.server, self.comparison = adapter.server, adapter.comparison
-        self.reads_episodes = adapter.reads_episodes
+    @property
+    def server(self) -> ModelServer | None:
+        """Records the model's calls; None if no hone server serves the model."""
+        return None if self.adapter is None else self.adapter.server
 
     @property
     def targets(self) -> Targets:
@@ -182,7 +177,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self.dropped = at.dropped + dropped
         await self._report_unscoped(at, run_id)
         collection = TrajectoryCollection(trajectories=groups, run_id=run_id)
-        if self.reads_episodes:
+        if self.adapter is None or self.adapter.reads_episodes:
             await self.load_episodes(collection)
         logger.info(
             "Built %d trajectories across %d examples for run_id: %s",
@@ -300,7 +295,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     @property
     def _smallest(self) -> int:
         """Size of the smallest group that is trained; 1 if groups are compared with the batch."""
-        with_batch = self.comparison.baseline == "batch"
+        with_batch = self.adapter is not None and self.adapter.comparison.baseline == "batch"
         by_default = "min_group_size" not in self._config.model_fields_set
         if self.num_generations == 1 or (with_batch and by_default):
             return 1
@@ -325,7 +320,7 @@ async def art_trajectory_builder(
     trajectory_builder.llm_names = names_of
     adapter_name = builder.document.finetuning.trainer_adapter
     if adapter_name is not None:
-        trajectory_builder.bind_adapter(await builder.get_trainer_adapter(adapter_name))
+        trajectory_builder.adapter = await builder.get_trainer_adapter(adapter_name)
     yield trajectory_builder
     await trajectory_builder.cancel()
 

@@ -35,19 +35,16 @@ class Interrupts:
         self.received = False
         self._received_at = 0.0
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._installed = False
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._installed:
+        if signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._installed = False
 
     def end_this(self) -> None:
         """Let the first Ctrl-C cancel the current task."""

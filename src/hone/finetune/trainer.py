@@ -138,7 +138,7 @@ class ARTTrainer(Trainer):
     async def _epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus:
         """Run one epoch; an exception becomes its status."""
         log.info("Starting epoch %d for run %s", epoch + 1, self._run_id)
-        before = self._state.history.phases
+        before = self._state.history.phases.copy()
         try:
             for round, plan in enumerate(self._rounds(epoch)):
                 if plan.items and not self._state.is_over(epoch, round):

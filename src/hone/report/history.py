@@ -181,7 +181,8 @@ class History:
         """Epochs that ended, failed ones included."""
         self.calls = self.tokens = self.rollouts = 0
         """Totals, those of interrupted rounds included."""
-        self._phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
+        self.phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
+        """Seconds by phase, over all sessions; the time between sessions does not count."""
         self.failure_reward = 0.0
         """Reward of a policy failure in validations under `drop`.
 
@@ -231,7 +232,7 @@ class History:
                 self.warnings.append(event.message)
             case RunFinished():
                 self.finished = event
-        self._phases[self._phase] += event.at - self._last_at
+        self.phases[self._phase] += event.at - self._last_at
         self._last_at = event.at
         self._phase = PHASE_AFTER.get(event.type, self._phase)
 
@@ -311,14 +312,9 @@ class History:
         return "unfinished" if self.finished is None else self.finished.status
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Seconds by phase, over all sessions; the time between sessions does not count."""
-        return dict(self._phases)
-
-    @property
     def seconds(self) -> float:
         """Duration of all sessions, each from its command."""
-        return sum(self._phases.values())
+        return sum(self.phases.values())
 
     # ---- applying events ------------------------------------------------------------------
 
