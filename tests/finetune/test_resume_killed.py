@@ -22,7 +22,7 @@ from hone.events import EpochCollected
 from hone.finetune.base import Trainer, TrajectoryBuilder
 from hone.finetune.dataset_builder import DatasetTrajectoryBuilder, DatasetTrajectoryBuilderConfig
 from hone.finetune.journal import Journal
-from hone.finetune.objectives import SFTTrainer, SFTTrainerConfig
+from hone.finetune.objectives import SFTTrainerConfig
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.report.history import History
 from hone.workflow.function import Function
@@ -77,7 +77,7 @@ class World:
     def _parts(self) -> tuple[Trainer, TrajectoryBuilder]:
         if "sft" in self.directory.parts:
             rows = DatasetTrajectoryBuilder(DatasetTrajectoryBuilderConfig())
-            return SFTTrainer(SFTTrainerConfig()), rows
+            return ARTTrainer(SFTTrainerConfig()), rows
         # A part of the harness dies with it; what it knows of earlier rollouts is the journal's.
         builder = ScriptedBuilder(self._reward, generations=2)
         builder.ran = self.builder.ran

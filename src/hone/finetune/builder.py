@@ -47,11 +47,11 @@ from hone.finetune.calls import (
     with_ids,
 )
 from hone.finetune.curriculum import group_by_example
-from hone.finetune.records import append_line, reward_or_substitute
+from hone.finetune.records import append_line, failure_record, reward_or_substitute
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
 from hone.finetune.rollouts import Rollouts, evaluators_marked
-from hone.rollout_record import FailureRecord, RolloutRecord
+from hone.rollout_record import RolloutRecord
 from hone.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.jsonable import plain
@@ -326,7 +326,5 @@ async def art_trajectory_builder(
 
 
 def _failed(record: RolloutRecord, reason: str, error: Exception) -> RolloutRecord:
-    failure = FailureRecord(
-        kind="infrastructure", reason=reason, **plain(failure_of(error).model_dump())
-    )
+    failure = failure_record("infrastructure", reason, failure_of(error))
     return record.model_copy(update={"reward": None, "failure": failure})

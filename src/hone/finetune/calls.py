@@ -91,9 +91,8 @@ class Targets:
         `search` is every call of the function `search`, `research.model` that of a node `model` in
         a subgraph `research`.
         """
-        if WORKFLOW in self.functions:
-            return True
-        return any(path == name or path.endswith(f".{name}") for name in self.functions)
+        ends = any(path == name or path.endswith(f".{name}") for name in self.functions)
+        return WORKFLOW in self.functions or ends
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from hone.config.problems import Mistakes
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.config.schema import Document
 from hone.finetune.adapter_config import art_config_of
-from hone.finetune.base import TrajectoryCollection
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.trainer import ARTTrainer
@@ -52,31 +51,16 @@ class SFTTrainerConfig(TrainerConfig, name="sft_trainer"):
         return {"loss": "sft"}
 
 
-class DPOTrainer(ARTTrainer):
-    """The loop over epochs with the loss `dpo`."""
-
-    trainer_config: DPOTrainerConfig
-
-
-class SFTTrainer(ARTTrainer):
-    """The loop over epochs with the loss `sft`."""
-
-    trainer_config: SFTTrainerConfig
-
-    def num_flat(self, collection: TrajectoryCollection) -> None:
-        """None: nothing is compared."""
-
-
 @register_trainer(config_type=DPOTrainerConfig)
-async def dpo_trainer(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[DPOTrainer]:
+async def dpo_trainer(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
     """Runs the epochs with the loss `dpo`."""
-    yield DPOTrainer(config)
+    yield ARTTrainer(config)
 
 
 @register_trainer(config_type=SFTTrainerConfig)
-async def sft_trainer(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[SFTTrainer]:
+async def sft_trainer(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
     """Runs the epochs with the loss `sft`."""
-    yield SFTTrainer(config)
+    yield ARTTrainer(config)
 
 
 def objective_mistakes(document: Document) -> Mistakes:

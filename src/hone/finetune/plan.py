@@ -20,7 +20,7 @@ from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
-from hone.finetune.resume import RunState
+from hone.finetune.resume import RunState, rounds_of
 from hone.report.text import counted
 
 PREFLIGHT = 2
@@ -79,21 +79,19 @@ def plan(document: Document, examples: int) -> Plan:
     """The size of a run over so many examples."""
     config, adapter = document.finetuning, art_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
-    of_round = min(config.groups_per_step or of_epoch, of_epoch)
-    rounds = math.ceil(of_epoch / of_round) if of_round else 0
+    rounds = rounds_of(range(of_epoch), config.groups_per_step)
     generations = 0 if dataset_config_of(document) else num_generations(document) or 1
     at_once = adapter.training.groups_per_optimizer_step if adapter else of_epoch or 1
-    last = of_epoch - of_round * (rounds - 1)
-    steps = sum(math.ceil(n / at_once) for n in [of_round] * (rounds - 1) + [last] if n > 0)
+    steps = sum(math.ceil(len(examples) / at_once) for examples in rounds)
     rate = adapter.training.learning_rate if adapter else None
     falls = adapter is not None and adapter.training.schedule == "linear"
     return Plan(
         examples=of_epoch,
         generations=generations,
         epochs=config.num_epochs,
-        rounds=rounds,
+        rounds=len(rounds),
         rollouts=of_epoch * generations * config.num_epochs,
-        jobs=rounds * config.num_epochs,
+        jobs=len(rounds) * config.num_epochs,
         optimizer_steps=steps * config.num_epochs,
         learning_rate=rate,
         moved=(rate or 0.0) * steps * config.num_epochs * (0.5 if falls else 1.0),

@@ -9,15 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
-
 from hone.capture.base import SeenCall
 from hone.config.schema import FinetuneConfig
 from hone.disk import append_lines
+from hone.evaluation.base import Score
 from hone.evaluation.run import ItemResult
 from hone.finetune.types import Trajectory
 from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, Split, StepRecord
+from hone.types import Failure
 from hone.workflow.jsonable import plain
+from hone.workflow.run import RolloutResult
 
 
 def record_of(
@@ -33,7 +34,7 @@ def record_of(
     """The record of a finished rollout; a failed one has no reward."""
     item, ran = result.item, result.rollout
     assert ran is not None, "the workflow was run"
-    conversation, failure = _last_conversation(ran.calls), _failure(result, reward_name)
+    conversation, failure = _last_conversation(ran.calls), _failure(result, ran, reward_name)
     score = result.scores.get(reward_name) if reward_name is not None else None
     return RolloutRecord(
         epoch=epoch,
@@ -98,12 +99,9 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
 
 def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
     """Its reward, or the one of `on_policy_failure`; None if it is dropped."""
-    failure, instead = record.failure, config.on_policy_failure
-    if failure is None:
+    if record.failure is None or record.failure.kind != "policy":
         return record.reward
-    if failure.kind == "policy" and instead != "drop":
-        return instead.reward
-    return None
+    return None if config.on_policy_failure == "drop" else config.on_policy_failure.reward
 
 
 def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> None:
@@ -112,22 +110,22 @@ def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> Non
     append_lines(Path(directory) / name, json.dumps(line).encode() + b"\n")
 
 
-def _failure(result: ItemResult, reward_name: str | None) -> FailureRecord | None:
-    failed = None if result.rollout is None else result.rollout.failure
-    if failed is not None:
-        named = {"kind": failed.kind, "reason": failed.reason}
-        return FailureRecord.model_validate(named | plain(failed.failure.model_dump()))
-    if reward_name is None:
+def failure_record(kind: str, reason: str, failure: Failure) -> FailureRecord:
+    """Why a rollout failed, as the journal stores it."""
+    fields = {"kind": kind, "reason": reason, **plain(failure.model_dump())}
+    return FailureRecord.model_validate(fields)
+
+
+def _failure(
+    result: ItemResult, ran: RolloutResult, reward_name: str | None
+) -> FailureRecord | None:
+    if ran.failure is not None:
+        return failure_record(ran.failure.kind, ran.failure.reason, ran.failure.failure)
+    score = result.scores.get(reward_name or "", Score(None))
+    if reward_name is None or score.value is not None:
         return None
-    score = result.scores.get(reward_name)
-    if score is not None and score.value is not None:
-        return None
-    fields: dict[str, JsonValue] = (
-        plain(score.failure.model_dump())
-        if score is not None and score.failure is not None
-        else {"type": "NoScore", "message": f"evaluator {reward_name!r} gave no score"}
-    )
-    return FailureRecord.model_validate({"kind": "infrastructure", "reason": "evaluator", **fields})
+    unscored = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
+    return failure_record("infrastructure", "evaluator", score.failure or unscored)
 
 
 def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:

@@ -72,11 +72,8 @@ def episode(sampled: Sequence[SampledCall]) -> list[EpisodeItem]:
 def _continues(
     messages: list[Message], conversation: list[tuple[Message, SampledCall | None]]
 ) -> bool:
-    if len(conversation) > len(messages):
-        return False
-    return all(
-        _identity(a) == _identity(b) for a, (b, _) in zip(messages, conversation, strict=False)
-    )
+    before = [_identity(message) for message in messages[: len(conversation)]]
+    return before == [_identity(message) for message, _ in conversation]
 
 
 def _identity(message: Message) -> tuple[Any, ...]:

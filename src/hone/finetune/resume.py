@@ -104,8 +104,7 @@ class RunState:
         """The epoch's newest job; raises RolloutError if the epoch collected nothing."""
         rounds = self.history.rounds_of(epoch)
         if not any(r.metrics.get("num_trajectories") for r in rounds):
-            dropped = [Counter(r.collected.dropped) for r in rounds if r.collected]
-            why = sum(dropped, start=Counter[str]())
+            why = sum((r.dropped for r in rounds), start=Counter[str]())
             raise RolloutError(none_collected(epoch, why, self.config.target_functions))
         return next((r.job for r in reversed(rounds) if isinstance(r.job, JobDone)), None)
 

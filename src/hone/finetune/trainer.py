@@ -246,11 +246,14 @@ class ARTTrainer(Trainer):
 
     def _select(self, collection: TrajectoryCollection, epoch: int, round: int) -> Submission:
         """Select the groups to train on, in the form in which they are sent."""
-        rounds = self._rounds(epoch)
+        rounds, keys = self._rounds(epoch), self.trainer_config.job_keys()
         place = {"epoch": epoch, "round": round}
         plan: dict[str, Any] = {"rounds": len(rounds), "epochs": self._config.num_epochs}
-        if keys := self.trainer_config.job_keys():
+        if keys:
             plan["training"] = keys
+        flat = None  # SFT compares nothing
+        if keys.get("loss") != "sft":
+            flat = num_flat(collection.trajectories, self._adapter.comparison)
         self._curriculum = self._state.curriculum()
         drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
         chosen = self.apply_curriculum_learning(
@@ -266,7 +269,7 @@ class ARTTrainer(Trainer):
                 "step": self._step,
                 "metrics": round_metrics(collection, chosen, percentile),
                 "dropped": dict(self._builder.dropped),
-                "zero_variance_groups": self.num_flat(collection),
+                "zero_variance_groups": flat,
                 "curriculum_state": state,
                 "curriculum": self._curriculum.snapshot(),
             },
@@ -284,10 +287,6 @@ class ARTTrainer(Trainer):
         return self._curriculum.select(
             trajectory_collection, epoch, place.get("round", 0), place.get("examples"), comparison
         )
-
-    def num_flat(self, collection: TrajectoryCollection) -> int | None:
-        """Number of groups that teach nothing, because their rewards are equal."""
-        return num_flat(collection.trajectories, self._adapter.comparison)
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Submit the job; the same key twice is one job."""
