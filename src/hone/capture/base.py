@@ -1,7 +1,7 @@
-"""Values and protocols of capture: the open scope, its calls and steps, the taps.
+"""Values and protocols of capture: the open scope, its calls and steps, patched methods.
 
 In:   nothing
-Out:  Scope, current; SeenCall, Step, Recorder; Tap
+Out:  Scope, current; SeenCall, Step, Recorder; Patch
 
 A SeenCall is a call as the harness saw it on the wire: text, for evaluators, files and reports. The
 trained tokens come from the server, which recorded them where they were sampled.
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from hone.capture.branches import Branch
+from hone.wire.access import LOCAL
 from hone.wire.rollout import RolloutScope
 
 MAX_PATH = 200
 _NOT_IN_PATH = re.compile(r"[^!-~]")
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Step:
 
 
 class WatchedCall(Protocol):
-    """A call that a tap watches."""
+    """A call that a patched client sends."""
 
     def read(self) -> SeenCall:
         """The call as seen so far."""
@@ -222,16 +222,8 @@ def current() -> Scope | None:
 
 def host_of(name: str) -> str:
     """The name of a host; all names of this machine are `localhost`."""
-    return "localhost" if name in _LOCAL else name
+    return "localhost" if name in LOCAL else name
 
 
-class Tap(Protocol):
-    """Patches one library to mark and record calls with the open scope."""
-
-    def attach(self) -> None:
-        """Called when the first scope of the process opens."""
-        ...
-
-    def detach(self) -> None:
-        """Called when the last one closes; restores the library."""
-        ...
+Patch = tuple[Any, str, Callable[[Any], Callable[..., Any]]]
+"""A method to replace while scopes are open: its class, its name, and what wraps the original."""

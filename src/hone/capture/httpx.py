@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hone.capture.base import Scope, current, host_of
+from hone.capture.base import Patch, Scope, current, host_of
 from hone.capture.branches import Branch
 from hone.capture.openai import Exchange
 from hone.wire.rollout import FUNCTION_HEADER
@@ -29,38 +29,17 @@ _RETRIES = "x-stainless-retry-count"
 """The header in which the openai client counts its retries."""
 
 
-class HttpxTap:
-    """Marks and sees requests of httpx and httpx2, sync and async."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
-
-    def attach(self) -> None:
-        for kind in _clients():
-            original = kind.__dict__["send"]
-            tapped = _tapped(original)
-            kind.send = tapped
-            self._replaced.append((kind, original, tapped))
-
-    def detach(self) -> None:
-        for kind, original, tapped in self._replaced:
-            # Another patch over ours calls ours, which does nothing outside scopes; restoring the
-            # original would remove that patch too.
-            if kind.__dict__["send"] is tapped:
-                kind.send = original
-        self._replaced.clear()
-
-
 @functools.cache
-def _clients() -> frozenset[Any]:
-    """The client classes of the installed libraries."""
+def client_patches() -> tuple[Patch, ...]:
+    """`send` of the client classes of the installed libraries."""
     # Imported even if the agent has not imported them yet: it may do so inside the scope.
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
     libraries = [importlib.import_module(name) for name in installed]
-    return frozenset(kind for lib in libraries for kind in (lib.Client, lib.AsyncClient))
+    clients = {kind for lib in libraries for kind in (lib.Client, lib.AsyncClient)}
+    return tuple((client, "send", _recording) for client in clients)
 
 
-def _tapped(send: Any) -> Callable[..., Any]:
+def _recording(send: Any) -> Callable[..., Any]:
     # Not a coroutine function even over an async `send`: it returns what that returns.
     @functools.wraps(send)
     def sending(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

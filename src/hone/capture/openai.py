@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.capture.base import Recorder, SeenCall
@@ -69,7 +69,7 @@ class Exchange:
         self._open: tuple[Any, asyncio.AbstractEventLoop | None] | None = None
         """A streamed answer, and the event loop that reads it; None for a sync client."""
 
-    # ---- what the tap tells ---------------------------------------------------------------
+    # ---- what the patched client tells ----------------------------------------------------
 
     def takes_up(self, function: str, sent: bytes) -> bool:
         """Whether the request is a retry of this failed call, which is then in progress again."""
@@ -141,16 +141,6 @@ class Exchange:
             messages, tools = anthropic_messages.read_request(request)
         else:
             messages, tools = self._messages(request), _tools(request)
-        if status is not None and status >= 400:
-            text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
-            response = _Response(error=f"HTTP {status}: {text or 'no reason given'}")
-        elif status is None or (seconds is None and not self._is_stream):
-            response = _Response()
-        else:
-            answer = join_events(body) if self._is_stream else object_or_empty(body)
-            response = _response(answer)
-            self._turn = _turn(request, messages, answer, response)
-        under_way = UNANSWERED if seconds is None else None
         seen = SeenCall(
             index=self.index,
             function=self.function,
@@ -158,18 +148,27 @@ class Exchange:
             host=self.host,
             messages=messages,
             tools=tools,
-            choices=response.choices,
-            usage=response.usage,
-            id=response.id,
-            policy_step=response.policy_step,
+            choices=[],
+            usage=None,
+            id=None,
+            policy_step=None,
             started_at=self.started_at,
             seconds=time.perf_counter() - self._began if seconds is None else seconds,
             status=status,
-            error=under_way or self._error or response.error,
+            error=None,
             temperature=_number(request.get("temperature")),
             parameters={k: v for k, v in request.items() if k not in _CONVERSATION},
             is_chat=not self._is_message and "messages" in request,
         )
+        if status is not None and status >= 400:
+            text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
+            seen = replace(seen, error=f"HTTP {status}: {text or 'no reason given'}")
+        elif status is not None and (seconds is not None or self._is_stream):
+            answer = join_events(body) if self._is_stream else object_or_empty(body)
+            seen = _answered(seen, answer)
+            self._turn = _turn(request, answer, seen)
+        if error := UNANSWERED if seconds is None else self._error:
+            seen = replace(seen, error=error)
         if seconds is not None:
             self._seen = seen
             self._pieces.clear()
@@ -207,15 +206,6 @@ def _number(value: Any) -> float | None:
 # ---- reading ----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Response:
-    choices: list[dict[str, Any]] = field(default_factory=list)
-    usage: dict[str, int] | None = None
-    id: str | None = None
-    policy_step: int | None = None
-    error: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """A response of the Responses API, as later requests can name it."""
@@ -227,38 +217,35 @@ class _Turn:
     """Its prompt without instructions, which hold for one response, and the answer."""
 
 
-def _turn(
-    request: dict[str, Any],
-    messages: list[dict[str, Any]] | None,
-    answer: dict[str, Any],
-    response: "_Response",
-) -> _Turn | None:
+def _turn(request: dict[str, Any], answer: dict[str, Any], seen: SeenCall) -> _Turn | None:
     """The response that a later request can continue; None for any other answer."""
     output = answer.get("output")
-    if not isinstance(output, list) or messages is None or not response.choices:
+    if not isinstance(output, list) or seen.messages is None or not seen.choices:
         return None
     items = {str(item["id"]): item for item in output if isinstance(item, dict) and "id" in item}
-    prompt = messages[1:] if request.get("instructions") else messages
-    return _Turn(str(answer.get("id")), items, [*prompt, response.choices[0]["message"]])
+    prompt = seen.messages[1:] if request.get("instructions") else seen.messages
+    return _Turn(str(answer.get("id")), items, [*prompt, seen.choices[0]["message"]])
 
 
-def _response(body: dict[str, Any]) -> _Response:
+def _answered(seen: SeenCall, body: dict[str, Any]) -> SeenCall:
+    """The call with its answer, in the shape of a chat completion."""
     if body.get("error"):
-        return _Response(error=error_message(body))
+        return replace(seen, error=error_message(body))
     if "output" in body and "choices" not in body:
         body = read_response(body)
     if body.get("type") == "message" and "choices" not in body:
         body = chat_completion(body)
     choices = body.get("choices")
     if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
-        return _Response(error="the answer has no choices")
+        return replace(seen, error="the answer has no choices")
     counts = {k: v for k, v in (body.get("usage") or {}).items() if isinstance(v, int)}
     counts = counts or _count_tokens(body, choices)
     for choice in choices:
         if choice.get("call_id"):
             choice.pop("logprobs", None)
     first = choices[0] if choices else {}
-    return _Response(
+    return replace(
+        seen,
         choices=choices,
         usage=counts,
         id=first.get("call_id") or body.get("id"),

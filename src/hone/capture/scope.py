@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from hone.capture.base import MAX_PATH, Recorder, Scope, Tap, host_of, open_scope, shortened
+from hone.capture.base import MAX_PATH, Recorder, Scope, host_of, open_scope, shortened
 from hone.capture.branches import Branch
-from hone.capture.httpx import HttpxTap
-from hone.capture.threads import ExecutorTap
+from hone.capture.httpx import client_patches
+from hone.capture.threads import EXECUTOR_PATCHES
 from hone.errors import ConfigError
 from hone.trajectory import Trajectory
 from hone.wire.rollout import ALIAS_TEXT, ROLLOUT_ID
@@ -52,7 +52,7 @@ class Rollout:
                 f"rollout {self.id!r} is open already. Tasks started inside it belong to it without "
                 "opening it again; for another rollout call hone.rollout()."
             )
-        _taps.open()
+        _patches.open()
         self._token = open_scope.set(self.scope)
         return self
 
@@ -66,7 +66,7 @@ class Rollout:
             # variable was never set; the context that set it has ended.
             pass
         finally:
-            _taps.close()
+            _patches.close()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -203,11 +203,11 @@ def _inside(scope: Scope | None) -> Iterator[None]:
 @contextmanager
 def keep_patched() -> Iterator[None]:
     """Keep libraries patched, even if another thread closes the scope meanwhile."""
-    _taps.open()
+    _patches.open()
     try:
         yield
     finally:
-        _taps.close()
+        _patches.close()
 
 
 def _checked_id(id: str | None) -> str:
@@ -231,29 +231,36 @@ def check_function(function: str) -> str:
     return function
 
 
-class _Taps:
-    """Attaches the taps while at least one scope is open, in any thread."""
+class _Patches:
+    """Replaces methods of libraries while at least one scope is open, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open = 0
-        self._attached: list[Tap] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def open(self) -> None:
         with self._lock:
-            if not self._open:
-                self._attached = [HttpxTap(), ExecutorTap()]
-                for tap in self._attached:
-                    tap.attach()
             self._open += 1
+            if self._open > 1:
+                return
+            for kind, name, wrap in (*client_patches(), *EXECUTOR_PATCHES):
+                original = kind.__dict__[name]
+                ours = wrap(original)
+                setattr(kind, name, ours)
+                self._replaced.append((kind, name, original, ours))
 
     def close(self) -> None:
         with self._lock:
             self._open -= 1
-            if not self._open:
-                for tap in reversed(self._attached):
-                    tap.detach()
-                self._attached = []
+            if self._open:
+                return
+            for kind, name, original, ours in self._replaced:
+                # Another patch over ours calls ours, which does nothing outside scopes; restoring
+                # the original would remove that patch too.
+                if kind.__dict__[name] is ours:
+                    setattr(kind, name, original)
+            self._replaced.clear()
 
 
-_taps = _Taps()
+_patches = _Patches()

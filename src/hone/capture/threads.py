@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
-from hone.capture.base import current
+from hone.capture.base import Patch, current
 
 
 class _InContext:
@@ -54,28 +54,7 @@ def _running(run: Any) -> Callable[..., Any]:
     return running
 
 
-_SEAMS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+EXECUTOR_PATCHES: tuple[Patch, ...] = (
     (ThreadPoolExecutor, "submit", _submitting),
     (BaseEventLoop, "run_in_executor", _running),
 )
-
-
-class ExecutorTap:
-    """Passes the open scope to work in executors."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-
-    def attach(self) -> None:
-        for kind, name, tapped in _SEAMS:
-            original = kind.__dict__[name]
-            ours = tapped(original)
-            setattr(kind, name, ours)
-            self._replaced.append((kind, name, original, ours))
-
-    def detach(self) -> None:
-        for kind, name, original, ours in self._replaced:
-            # Another patch over ours calls ours; see capture/httpx.py.
-            if kind.__dict__[name] is ours:
-                setattr(kind, name, original)
-        self._replaced.clear()
