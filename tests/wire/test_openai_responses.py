@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.wire.base import Answer, AnswerDelta, AnswerHead
+from hone.wire.base import Answer, AnswerHead
 from hone.wire.openai_response_client import join_response, read_response
 from hone.wire.openai_response_events import RESPONSES
 from hone.wire.openai_response_items import ItemIds, output_items, read_input
@@ -156,7 +156,7 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
     events: list[Any] = []
     sampled = entries(text)
     for deltas in data.draw(pieces(message)):
-        events += writer.delta(AnswerDelta(index=0, deltas=deltas, logprobs=sampled))
+        events += writer.delta(0, deltas, sampled)
         sampled = []
     events += writer.end([answer])
     whole = Answer(**{**_fields(answer), "logprobs": entries(text)})
@@ -173,13 +173,13 @@ def test_a_stream_ends_with_the_response_that_would_have_come_whole(data: st.Dat
 def test_log_probabilities_of_a_stream_are_not_copied_for_every_token() -> None:
     writer = RESPONSES.writer(RESPONSES.parse({"model": "m", "input": "?"}), HEAD)
     (entry,) = entries("x")
-    writer.delta(AnswerDelta(index=0, deltas=[], logprobs=[entry] * 100_000))
+    writer.delta(0, [], [entry] * 100_000)
     allocated: list[int] = []
     tracemalloc.start()
     for _ in range(8):
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        writer.delta(AnswerDelta(index=0, deltas=[], logprobs=[entry]))
+        writer.delta(0, [], [entry])
         allocated.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     assert min(allocated) < 100_000  # a list of 100,000 has 800,000 bytes

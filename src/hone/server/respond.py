@@ -42,7 +42,7 @@ from hone.server.prepare import (
     wants_logprobs,
 )
 from hone.server.state import State
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, AnswerWriter, Dialect, Event, Logprobs
+from hone.wire.base import Answer, AnswerHead, AnswerWriter, Dialect, Event, Logprobs
 from hone.wire.errors import error_response
 from hone.wire.json import write_json
 from hone.wire.openai_chat import CompletionRequest, finite
@@ -200,8 +200,7 @@ async def _stream(
 
     async def send(choice: Choice, tokens: Sequence[SampledToken]) -> None:
         entries = None if logprobs is None else logprobs.write(tokens)
-        delta = AnswerDelta(index=choice.index, deltas=choice.deltas(), logprobs=entries)
-        if events := writer.delta(delta):
+        if events := writer.delta(choice.index, choice.deltas(), entries):
             await out.send(*events)
 
     try:

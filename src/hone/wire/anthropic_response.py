@@ -19,7 +19,7 @@ from hone.wire.anthropic_messages import (
     MessagesRequest,
     request_schema,
 )
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event
+from hone.wire.base import Answer, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.errors import rename_key
 from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import assistant_message, tool_call, usage
@@ -79,12 +79,14 @@ class MessageWriter:
             **answer.recorded,
         }
 
-    def delta(self, delta: AnswerDelta) -> list[Event]:
+    def delta(
+        self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
+    ) -> list[Event]:
         events: list[Event] = []
         if not self._started:
             self._started = True
             events += [{"type": "message_start", "message": self._start(0)}, {"type": "ping"}]
-        return events + [event for part in delta.deltas for event in self._blocks.add(part)]
+        return events + [event for delta in deltas for event in self._blocks.add(delta)]
 
     def end(self, answers: Sequence[Answer]) -> list[Event]:
         (answer,) = answers
@@ -96,7 +98,7 @@ class MessageWriter:
             "policy_step": self._head.policy_step,
             **answer.recorded,
         }
-        opening = self.delta(AnswerDelta(index=0, deltas=()))
+        opening = self.delta(0, (), None)
         return [*opening, *self._blocks.close(), last, {"type": "message_stop"}]
 
     def error(self, status: int, body: dict[str, Any]) -> list[Event]:

@@ -61,17 +61,6 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerDelta:
-    """More of one choice. What its tokens add to the message may still be held back."""
-
-    index: int
-    deltas: Sequence[dict[str, Any]]
-    """As in the chunks of a chat completion: content, reasoning_content or tool_calls."""
-    logprobs: Logprobs | None = None
-    """Of the new tokens; None where the request wants none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One finished choice."""
 
@@ -102,8 +91,15 @@ class AnswerWriter(Protocol):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]: ...
 
-    def delta(self, delta: AnswerDelta) -> list[Event]:
-        """The events of a piece. The first one begins the stream; none: nothing is sent."""
+    def delta(
+        self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
+    ) -> list[Event]:
+        """The events of more of one choice. The first one begins the stream; none: nothing is sent.
+
+        `deltas` are those of a chat completion's chunks: content, reasoning_content or tool_calls.
+        What the new tokens add to the message may still be held back. `logprobs` are those of the
+        new tokens; None where the request wants none.
+        """
         ...
 
     def end(self, answers: Sequence[Answer]) -> list[Event]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
+from hone.wire.base import Answer, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, usage
 
 
@@ -37,20 +37,22 @@ class CompletionWriter:
         head = self._fields("chat.completion" if self._chat else "text_completion")
         return {**head, "choices": choices, "usage": self._usage(answers), **self._head.recorded}
 
-    def delta(self, delta: AnswerDelta) -> list[Event]:
+    def delta(
+        self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
+    ) -> list[Event]:
         """One chunk for each delta of the message; the last has all log-probabilities."""
-        index, text = delta.index, "".join(d.get("content", "") for d in delta.deltas)
+        text = "".join(delta.get("content", "") for delta in deltas)
         opening = [] if index in self._streamed else [{"role": "assistant", "content": ""}]
         offset = self._streamed.get(index, 0)
         self._streamed[index] = offset + len(text)
-        wanted = delta.logprobs is not None
+        wanted = logprobs is not None
         contents: list[dict[str, Any]] = [{"text": text}] if text or wanted else []
         if self._chat:
-            contents = [{"delta": part} for part in (*opening, *delta.deltas)]
+            contents = [{"delta": part} for part in (*opening, *deltas)]
             contents = contents or ([{"delta": {}}] if wanted else [])
         last = len(contents) - 1
         return [
-            self._chunk(self._choice(index, content, delta.logprobs if i == last else None, offset))
+            self._chunk(self._choice(index, content, logprobs if i == last else None, offset))
             for i, content in enumerate(contents)
         ]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from hone.wire.base import Answer, AnswerDelta, AnswerHead, Dialect, Event, Logprobs
+from hone.wire.base import Answer, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.errors import rename_key
 from hone.wire.openai_response_items import (
     ItemIds,
@@ -60,14 +60,16 @@ class ResponseWriter:
         )
         return self._finished(answer, items, answer.logprobs)
 
-    def delta(self, delta: AnswerDelta) -> list[Event]:
+    def delta(
+        self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
+    ) -> list[Event]:
         events = self._opening()
-        if delta.logprobs is not None:
+        if logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []
-            self._logprobs += delta.logprobs
-            self._tokens.add(delta.logprobs)
-        for part in delta.deltas:
+            self._logprobs += logprobs
+            self._tokens.add(logprobs)
+        for part in deltas:
             if part.get("reasoning_content"):
                 self._tokens.take(part["reasoning_content"])
                 events += self._grow("reasoning", 0, part["reasoning_content"], ())

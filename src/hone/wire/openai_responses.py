@@ -279,10 +279,8 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
             "expected {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'name': "
             f"..., 'schema': ...}}, got {brief(written)}",
         )
-    if kind != "json_schema":
-        return {"type": kind}
     fields = {key: value for key, value in written.items() if key != "type" and value is not None}
-    return {"type": "json_schema", "json_schema": fields}
+    return {"type": kind, "json_schema": fields}
 
 
 # ---- tools -------------------------------------------------------------------------------------
