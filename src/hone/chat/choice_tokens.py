@@ -34,7 +34,7 @@ FieldPath = tuple[str | int, ...]
 
 MAX_LOGPROB = 0.01
 """Samplers round; anything above this is a probability or a score, and no log-probability."""
-_NAMED = re.compile(r"token_id:([0-9]{1,18})")
+_NAMED = re.compile(r"token_id:[0-9]{1,18}")
 
 
 class InvalidField(Exception):
@@ -122,15 +122,12 @@ class TokenReader:
         """The ids of tokens that are named `token_id:N`; None if they are not."""
         if not all(token.token.startswith("token_id:") for token in tokens):
             return None
-        ids: list[int] = []
         for i, token in enumerate(tokens):
-            number = _NAMED.fullmatch(token.token)
-            if number is None:
+            if not _NAMED.fullmatch(token.token):
                 raise InvalidField(
                     (*path, i, "token"), f"expected token_id:N, got {brief(token.token)}"
                 )
-            ids.append(int(number[1]))
-        return ids
+        return [int(token.token.removeprefix("token_id:")) for token in tokens]
 
     def _same_ids(
         self, ids: list[int], tokens: list[_Token], named: list[int] | None, path: FieldPath

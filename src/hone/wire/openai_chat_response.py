@@ -28,13 +28,15 @@ class CompletionWriter:
         """Characters that were sent of each choice, once it has begun."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices: list[dict[str, Any]] = []
-        for answer in answers:
-            content: dict[str, Any] = {"message": {**answer.message, "refusal": None}}
-            if not self._chat:
-                content = {"text": answer.message["content"]}
-            choices.append(self._end(answer, content, answer.logprobs))
-        head = self._fields("chat.completion" if self._chat else "text_completion")
+        contents: list[dict[str, Any]] = [
+            {"message": {**answer.message, "refusal": None}}
+            if self._chat
+            else {"text": answer.message["content"]}
+            for answer in answers
+        ]
+        pairs = zip(answers, contents, strict=True)
+        choices = [self._end(answer, content, answer.logprobs) for answer, content in pairs]
+        head = self._fields("chat.completion")
         return {**head, "choices": choices, "usage": self._usage(answers), **self._head.recorded}
 
     def delta(
@@ -52,27 +54,26 @@ class CompletionWriter:
             contents = contents or ([{"delta": {}}] if wanted else [])
         last = len(contents) - 1
         return [
-            self._chunk(self._choice(index, content, logprobs if i == last else None, offset))
+            self._chunk([self._choice(index, content, logprobs if i == last else None, offset)])
             for i, content in enumerate(contents)
         ]
 
     def end(self, answers: Sequence[Answer]) -> list[Event]:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         events: list[Event] = [
-            self._chunk(self._end(answer, empty, None)) | self._head.recorded for answer in answers
+            self._chunk([self._end(answer, empty, None)]) | self._head.recorded
+            for answer in answers
         ]
         if self._include_usage:
-            head = self._fields("chat.completion.chunk" if self._chat else "text_completion")
-            events.append({**head, "choices": [], "usage": self._usage(answers)})
+            events.append(self._chunk([]) | {"usage": self._usage(answers)})
         return [*events, "[DONE]"]
 
     def error(self, status: int, body: dict[str, Any]) -> list[Event]:
         return [body]
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        head = self._fields("chat.completion.chunk" if self._chat else "text_completion")
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         no_usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        return {**head, "choices": [choice], **no_usage}
+        return {**self._fields("chat.completion.chunk"), "choices": choices, **no_usage}
 
     def _end(
         self, answer: Answer, content: dict[str, Any], logprobs: Logprobs | None
@@ -85,17 +86,19 @@ class CompletionWriter:
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: Logprobs | None, offset: int
     ) -> dict[str, Any]:
-        written: dict[str, Any] | None = None
-        if logprobs:
-            chat = {"content": logprobs, "refusal": None}
-            written = chat if self._chat else text_logprobs(logprobs, offset)
-        return {"index": index, **content, "logprobs": written, "finish_reason": None}
+        entries: dict[str, Any] | None = None
+        if logprobs and self._chat:
+            entries = {"content": logprobs, "refusal": None}
+        elif logprobs:
+            entries = text_logprobs(logprobs, offset)
+        return {"index": index, **content, "logprobs": entries, "finish_reason": None}
 
     def _fields(self, kind: str) -> dict[str, Any]:
+        """`kind` is that of a chat completion; completions have one kind."""
         head = self._head
         return {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + head.id,
-            "object": kind,
+            "object": kind if self._chat else "text_completion",
             "created": int(head.created_at),
             "model": head.model,
             "system_fingerprint": f"fp_{head.fingerprint[:12]}",
