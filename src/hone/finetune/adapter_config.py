@@ -132,12 +132,9 @@ class ARTBackendConfig(Strict):
 
     def server_options(self) -> dict[str, str]:
         """Settings of the run's own server that are not the default, by name."""
-        names = ("engine", "engine_python", "engine_url")
-        return {
-            name: str(getattr(self, name))
-            for name in names
-            if getattr(self, name) != type(self).model_fields[name].default
-        }
+        names = {"engine", "engine_python", "engine_url"}
+        changed = self.model_dump(include=names, exclude_defaults=True)
+        return {name: str(value) for name, value in changed.items()}
 
 
 class ARTTrainingConfig(TrainConfig, Strict):

@@ -311,11 +311,10 @@ async def art_trajectory_builder(
 
     def names_of(wanted: str) -> frozenset[str]:
         key = wanted if wanted in builder.document.llms else builder.policy
-        sent = None if key is None else builder.get_model_name(key)
-        trained = None if builder.served is None else builder.served.trained
+        sent = (key and builder.get_model_name(key)) or wanted
+        trained = builder.served and builder.served.trained
         # All names of the policy: an agent's own client may send another one than the entry.
-        every = None if trained is None else trained.names_like(sent or wanted)
-        return every or (frozenset() if sent is None else frozenset({sent}))
+        return (trained and trained.names_like(sent)) or frozenset({sent})
 
     trajectory_builder.llm_names = names_of
     adapter_name = builder.document.finetuning.trainer_adapter

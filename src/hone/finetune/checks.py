@@ -135,7 +135,9 @@ def _run_mistakes(
             "--validation_dataset FILE, or remove the key",
         )
     yield from _function_mistakes(document)
-    yield from _logger_mistakes(document)
+    for index, logger in enumerate(document.loggers):
+        if (problem := logger.problem()) is not None:
+            yield ("loggers", index), problem
     yield from _base_model(document)
     if dataset is None:
         yield from dataset_mistakes(document, document.finetuning.reward_name)
@@ -271,13 +273,6 @@ def _function_mistakes(document: Document) -> Mistakes:
             continue
         if not callable(function):
             yield path, f"{target!r} is {type(function).__name__}, not a function"
-
-
-def _logger_mistakes(document: Document) -> Mistakes:
-    """Loggers whose package or key is missing."""
-    for index, config in enumerate(document.loggers):
-        if (problem := config.problem()) is not None:
-            yield ("loggers", index), problem
 
 
 def _base_model(document: Document) -> Mistakes:

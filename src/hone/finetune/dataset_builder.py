@@ -31,7 +31,6 @@ Objective = Literal["sft", "dpo"]
 
 
 _MESSAGES = TypeAdapter(list[Message])
-_OBJECTIVES: dict[str, Objective] = {"sft_trainer": "sft", "dpo_trainer": "dpo"}
 
 
 class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj_builder"):
@@ -141,7 +140,7 @@ def dataset_config_of(document: Document) -> DatasetTrajectoryBuilderConfig | No
 def objective_of(document: Document) -> Objective | None:
     """What the run's trainer trains on; None for a trainer of a plugin."""
     trainer = document.trainers.get(document.finetuning.trainer or "")
-    return None if trainer is None else _OBJECTIVES.get(trainer.type_name)
+    return None if trainer is None else trainer.job_keys().get("loss")
 
 
 class DatasetTrajectoryBuilder(TrajectoryBuilder):

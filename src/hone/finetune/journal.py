@@ -73,9 +73,10 @@ class Journal:
     """The directory of one run, locked by this process."""
 
     def __init__(self, directory: Path, run: RunFile, lock: LockFile) -> None:
-        self.directory = directory
-        self.run = run
-        self._lock = lock
+        self.directory, self.run, self._lock = directory, run, lock
+        self.run_id = run.run_id
+        self.session = run.session
+        """Number of starts; part of rollout ids, so that no id is used twice."""
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
         """The file that was read last, and its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
@@ -117,15 +118,6 @@ class Journal:
     def close(self) -> None:
         """Unlock the directory."""
         self._lock.release()
-
-    @property
-    def run_id(self) -> str:
-        return self.run.run_id
-
-    @property
-    def session(self) -> int:
-        """Number of starts; part of rollout ids, so that no id is used twice."""
-        return self.run.session
 
     def begun_anew(self) -> None:
         """Record that the backend was reset to step 0."""

@@ -126,18 +126,15 @@ def sdk_groups(collection: TrajectoryCollection) -> tuple[list[TrajectoryGroup],
     """The groups that can be sent, and counts of what was dropped, by reason."""
     groups, dropped = [], Counter[str]()
     for group in collection.trajectories:
-        sent = []
         pairs = [item for one in group for item in _pairs(one)]
         if pairs:
             groups += [_sent_pair(item, group) for item in pairs]
             continue
-        for trajectory in group:
-            wrong = _wrong_order(trajectory)
-            if wrong is None:
-                sent.append(_sent(trajectory))
-            else:
-                dropped["message_order"] += 1
-                logger.warning("Dropped a trajectory: %s", wrong)
+        wrong = [_wrong_order(trajectory) for trajectory in group]
+        for why in filter(None, wrong):
+            dropped["message_order"] += 1
+            logger.warning("Dropped a trajectory: %s", why)
+        sent = [_sent(one) for one, why in zip(group, wrong, strict=True) if why is None]
         if sent:
             groups.append(TrajectoryGroup(sent, example=_example(group)))
         elif group:

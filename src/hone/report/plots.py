@@ -11,11 +11,15 @@ and validation rewards at the same place belong to the same policy.
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from hone.disk import write_atomic
 from hone.events import JobFailed
@@ -24,10 +28,6 @@ from hone.report.headline import plot_title
 from hone.report.history import History, Round
 from hone.report.outcome import Outcome
 from hone.report.text import number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 INK, SOFT, FAINT = "#22303c", "#66727c", "#d5dce1"
 COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
@@ -68,6 +68,8 @@ STYLE = {
     "ytick.major.size": 0,
 }
 """In the names of matplotlibrc."""
+styled = style.context(["default", STYLE])
+"""Ignores the user's matplotlibrc, which may ask for LaTeX, or for a dark background."""
 
 Point = tuple[float, Estimate | None]
 """Epochs that a policy was trained for, and its reward; None if that failed."""
@@ -88,33 +90,22 @@ def held_out_rewards(history: History) -> list[Point]:
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
     """Moving average of the known values; a gap stays a gap."""
-    import numpy as np
-
     known, kernel = ~np.isnan(values), np.ones(window)
     total = np.convolve(np.where(known, values, 0.0), kernel, "same")
     count = np.convolve(known, kernel, "same")
     return list(np.where(known, total / np.maximum(count, 1), np.nan))
 
 
-@contextmanager
-def _styled() -> Iterator[None]:
-    """Ignore the user's matplotlibrc, which may ask for LaTeX, or for a dark background."""
-    from matplotlib import style  # here, because it takes a second to load
-
-    with style.context(["default", STYLE]):
-        yield
-
-
 # ---- the reward plot ------------------------------------------------------------------------------
 
 
-@_styled()
+@styled
 def reward_plot(history: History, path: Path) -> None:
     write_atomic(path, _png(reward_figure(history)))
 
 
-@_styled()
-def reward_figure(history: History) -> "Figure":
+@styled
+def reward_figure(history: History) -> Figure:
     """Training, held-out and filtered reward, and the curriculum's share."""
     training, held_out = training_rewards(history), held_out_rewards(history)
     evaluator, other = history.run.evaluators
@@ -150,7 +141,7 @@ def reward_figure(history: History) -> "Figure":
 
 
 def _line(
-    axis: "Axes",
+    axis: Axes,
     points: list[Point],
     name: str,
     gap: str,
@@ -194,7 +185,7 @@ def _line(
         axis.plot(gaps, low, color=colour, linestyle="none", label=gap, **cross, **at)
 
 
-def _learned_from(axis: "Axes", rounds: list[Round]) -> None:
+def _learned_from(axis: Axes, rounds: list[Round]) -> None:
     """The mean reward of what was trained on, if that is not everything."""
     means = [r.metrics.get("filtered_avg_reward") for r in rounds]
     if any(mean != r.metrics.get("avg_reward") for r, mean in zip(rounds, means, strict=True)):
@@ -210,7 +201,7 @@ def _learned_from(axis: "Axes", rounds: list[Round]) -> None:
         )
 
 
-def _events(axis: "Axes", history: History) -> None:
+def _events(axis: Axes, history: History) -> None:
     """A ring for the best step, vertical lines for what happened to the run."""
     best = history.best
     if best is not None and best is not history.scored[-1] and best.step is not None:
@@ -236,7 +227,7 @@ def _events(axis: "Axes", history: History) -> None:
             axis.axvline(x, color=colour, linewidth=1.2, linestyle=dashes, label=label, zorder=1)
 
 
-def _label_last(axis: "Axes", points: list[Point], colour: str) -> None:
+def _label_last(axis: Axes, points: list[Point], colour: str) -> None:
     """The last reward, beside its point."""
     known = [(x, value.mean) for x, value in points if value]
     if len(known) > 1:
@@ -244,7 +235,7 @@ def _label_last(axis: "Axes", points: list[Point], colour: str) -> None:
         axis.annotate(number(known[-1][1]), known[-1], (9, 0), textcoords="offset points", **style)
 
 
-def _frame(axis: "Axes", label: str) -> None:
+def _frame(axis: Axes, label: str) -> None:
     """The axis goes from 0 to 1 for rewards in that range."""
     axis.locator_params(axis="x", nbins=12, integer=True)
     axis.set_ylabel(_plain(label))
@@ -253,7 +244,7 @@ def _frame(axis: "Axes", label: str) -> None:
         axis.set_ylim(-0.04, 1.04)
 
 
-def _strip(axis: "Axes", shares: list[tuple[float, float]]) -> None:
+def _strip(axis: Axes, shares: list[tuple[float, float]]) -> None:
     """The share of the groups that the curriculum admits, in its own strip below the rewards."""
     xs = [*(x for x, _ in shares), axis.get_xlim()[1]]
     heights = [100 * share for _, share in (*shares, shares[-1])]
@@ -274,7 +265,7 @@ def _strip(axis: "Axes", shares: list[tuple[float, float]]) -> None:
 # ---- the other plots ------------------------------------------------------------------------------
 
 
-@_styled()
+@styled
 def example_changes(deltas: Sequence[float]) -> bytes:
     """Change of each held-out example, the largest first."""
     figure = _figure(4.2)
@@ -317,7 +308,7 @@ def _share_flat(round: Round) -> dict[str, float]:
     return {"flat": round.num_flat / groups}
 
 
-@_styled()
+@styled
 def learning(history: History) -> bytes | None:
     """One small plot per metric of the jobs; None without any."""
     measured = [r.learned | _share_flat(r) for r in history.rounds]
@@ -359,20 +350,18 @@ def learning(history: History) -> bytes | None:
 # ---- the common style -----------------------------------------------------------------------------
 
 
-def _figure(height: float) -> "Figure":
-    # Matplotlib takes a second to load. Its own Figure, and not pyplot: this may run in a thread.
-    from matplotlib.figure import Figure
-
+def _figure(height: float) -> Figure:
+    # Not pyplot: this may run in a thread.
     return Figure(figsize=(10.0, height), layout="tight")
 
 
-def _png(figure: "Figure") -> bytes:
+def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, metadata={"Software": None})
     return picture.getvalue()
 
 
-def _title(axis: "Axes", text: str, note: str, *, above: float) -> None:
+def _title(axis: Axes, text: str, note: str, *, above: float) -> None:
     """Two lines, `above` the axis by so many points."""
     place: dict[str, Any] = {
         "xycoords": "axes fraction",
@@ -385,7 +374,7 @@ def _title(axis: "Axes", text: str, note: str, *, above: float) -> None:
     axis.annotate(text, (0.0, 1.0), (0.0, above + 18), **bold, **place)
 
 
-def _legend(axis: "Axes") -> int:
+def _legend(axis: Axes) -> int:
     """Put the legend above the plot, where no line crosses it; return its number of rows."""
     _, labels = axis.get_legend_handles_labels()
     if not labels:

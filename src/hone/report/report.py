@@ -19,7 +19,6 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hone.disk import write_atomic
-from hone.report import plots
 from hone.report.diagnosis import FLAT, diagnosis
 from hone.report.examples import Example, pick, request
 from hone.report.headline import headline, plot_title
@@ -199,6 +198,8 @@ def _details(outcome: Outcome) -> dict[str, str]:
 
 def _draw(outcome: Outcome, plot: Path) -> dict[str, bytes]:
     """The pictures beside the reward plot, which has its own file."""
+    from hone.report import plots  # here, because matplotlib takes a second to import
+
     plots.reward_plot(outcome.history, plot)
     learning = plots.learning(outcome.history)
     pictures = {} if learning is None else {"learning": learning}
