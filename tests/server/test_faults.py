@@ -247,7 +247,7 @@ async def test_an_idle_engine_is_closed_and_opened_again_when_it_is_asked_for(
         await server.trained(tiny_model, 0)
         first = await server.serving.resolve("agent")
         await server.serving.close_idle(3600.0)
-        async with server.serving.using(first):
+        async with server.serving.using("agent"):
             await server.serving.close_idle(0.0)
             assert server.serving.base_models() == {str(tiny_model): True}
         while server.serving.base_models() != {str(tiny_model): False}:  # the job lets it go too

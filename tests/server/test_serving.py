@@ -398,9 +398,8 @@ async def test_adapters_leave_when_there_are_too_many_but_never_one_that_is_need
     resolve = world.serving.resolve
     newest, first = await resolve("agent"), await resolve("agent@1")
     engine = world.engines[world.tiny]
-    async with world.serving.using(first):
-        second = await resolve("agent@2")
-        async with world.serving.using(second):
+    async with world.serving.using("agent@1"):
+        async with world.serving.using("agent@2"):
             await resolve("agent@3")
             # Two seats: the newest and two in use stay, and so does the one just asked for.
             await world.unloaded()
@@ -411,8 +410,8 @@ async def test_adapters_leave_when_there_are_too_many_but_never_one_that_is_need
     await resolve("agent@3")
     await world.unloaded()
     assert set(engine.published) == {sha(record, step) for step in (5, 3)}
-    # What was unloaded between resolve and use is loaded again, by its hash.
-    async with world.serving.using(first):
+    # What was unloaded since it was resolved is loaded again, by its hash.
+    async with world.serving.using("agent@1"):
         assert sha(record, 1) in engine.published
         deltas = [d async for d in engine.generate([1], Sampling(), first.adapter)]
         assert deltas
@@ -649,7 +648,7 @@ async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world
     engines._open_engine = lambda _: other
     engines.outdated.add(world.tiny)
     await world.serving.base(world.tiny)  # of another request
-    async with world.serving.using(policy) as using:
+    async with world.serving.using("agent") as using:
         assert using.base.engine is other and using.adapter == policy.adapter
         assert using.adapter is not None and using.adapter.sha256 in other.published
         assert (using.step, using.name) == (policy.step, policy.name)

@@ -262,7 +262,7 @@ async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
     await asyncio.gather(*waiting)
     assert not await queue.wait_event(job.id, seen, 600.0)
     assert await queue.wait_event(job.id, 0, 600.0), "what there is may still be read"
-    assert not queue._events._listeners
+    assert not queue._listeners
 
 
 def test_an_id_that_a_crash_lost_is_not_used_again_when_the_clock_goes_back(
@@ -311,7 +311,7 @@ async def test_waits_leave_nothing_behind(queue, agent):
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not await queue.wait_event(job.id, seen, 0.01)
-    assert not queue._events._listeners
+    assert not queue._listeners
 
 
 # ---- a disk that takes no changes ----------------------------------------------------------------

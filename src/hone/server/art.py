@@ -309,10 +309,8 @@ def _log_job(state: State, job: JobInfo, sent: Head) -> None:
         "num_groups_submitted": float(sent.groups),
         "num_groups_trainable": job.metrics.get("learn/groups", 0.0),
         "num_gradient_steps": job.metrics.get("learn/optimizer_steps", 0.0),
+        **{name: job.metrics[ours] for name, ours in HISTORY.items() if ours in job.metrics},
     }
-    for theirs, ours in HISTORY.items():
-        if ours in job.metrics:
-            metrics[theirs] = job.metrics[ours]
     state.checkpoints.log(job.key, job.step, metrics, "train")
 
 

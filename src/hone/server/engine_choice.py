@@ -95,9 +95,7 @@ class EngineChoice:
         python = str(settings.engine_python or sys.executable)
         # Not resolved: the Python of a virtual environment is a link.
         python = shutil.which(python) or os.path.abspath(python)
-        if settings.engine == "vllm":
-            return require_vllm(python)
-        if not num_gpus(settings.device) or find_vllm(python) is None:
+        if settings.engine == "auto" and not (num_gpus(settings.device) and find_vllm(python)):
             return None
         return require_vllm(python)
 

@@ -390,8 +390,7 @@ class Engines:
             ) from None
 
 
-def _write(line: str) -> None:
-    write_output("engine", line)
+_write = partial(write_output, "engine")
 
 
 def _name(adapter: AdapterRef) -> str:

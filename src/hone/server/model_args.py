@@ -155,7 +155,8 @@ def read_args(
         section, _, key = name.rpartition(".")
         if check_arg and name == TARGETS:
             # The embedded engine takes adapters on all linear layers, vLLM on any of them.
-            all_linear = value == "all-linear" or _sorted(value) == PROJECTIONS
+            listed = sorted(map(str, value)) if isinstance(value, list) else value
+            all_linear = listed in ("all-linear", PROJECTIONS)
             spec.take(name, [] if all_linear else value, {TARGETS: "target_modules"})
             continue
         if check_arg and name not in _MODELS and (section == "engine_args" or key in GPU_IDS):
@@ -185,10 +186,6 @@ def flat(sections: Mapping[str, Any], nested: tuple[str, ...], root: Path) -> li
             message = f"expected an object or null, got {type(value).__name__}"
             raise Unprocessable([FieldError((*root, name), message)])
     return pairs
-
-
-def _sorted(value: Any) -> Any:
-    return sorted(value, key=str) if isinstance(value, list) else value
 
 
 # ---- one model ------------------------------------------------------------------------------

@@ -146,8 +146,7 @@ async def admitted(
         await serving.ready()
         run = state.calls.run_of(scope.rollout)
         aliases = dict(scope.aliases)
-        policy = await serving.resolve(model, run=run, step=scope.step, aliases=aliases)
-        async with serving.using(policy) as policy:
+        async with serving.using(model, run=run, step=scope.step, aliases=aliases) as policy:
             yield RequestContext(
                 state=state,
                 policy=policy,

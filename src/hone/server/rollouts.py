@@ -26,14 +26,9 @@ class RolloutCalls(Strict):
     calls: list[RecordedCall]
 
 
-class RunInfo(Strict):
+class RunInfo(RunSpec):
     """A run as the server sees it."""
 
-    id: str
-    model: str | None
-    seed: int
-    aliases: tuple[str, ...]
-    """Names that mean its model inside the run."""
     open: bool
     calls: int
     """How many calls of it are kept."""
@@ -60,7 +55,11 @@ def routes(state: State) -> APIRouter:
         if spec.model is not None:
             state.models.find(spec.model)
         for alias in spec.aliases:
-            _check_free(state, alias)
+            if (record := state.models.find_or_none(alias)) is not None:
+                raise Conflict(  # that model could not be reached in the run
+                    f"alias {alias!r} is the name of the model {record.key} on this server; choose "
+                    "another alias, or rename the model"
+                )
         state.calls.open_run(spec)
         return _run_info(state, spec.id)
 
@@ -81,16 +80,6 @@ def routes(state: State) -> APIRouter:
         return _run_info(state, run_id)
 
     return router
-
-
-def _check_free(state: State, alias: str) -> None:
-    """Refuse an alias that is the name of a model: that model could not be reached in the run."""
-    with suppress(NotFound):
-        record = state.models.find(alias)
-        raise Conflict(
-            f"alias {alias!r} is the name of the model {record.key} on this server; choose another "
-            "alias, or rename the model"
-        )
 
 
 def _run_info(state: State, run_id: str) -> RunInfo:

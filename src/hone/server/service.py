@@ -85,6 +85,7 @@ class TrainingService:
         self._settings = settings
         self._metrics = metrics
         self._learners = Learners(settings, start_learner, serving.choice)
+        self.close_idle = self._learners.close_idle
         self._stages = JobStages(jobs, checkpoints, serving.choice, metrics)
         self._loops: dict[str, _Loop] = {}
         self._probing: dict[str, asyncio.Task[Probe]] = {}
@@ -151,10 +152,6 @@ class TrainingService:
         training = max(failing, key=lambda part: part.failures, default=Part("training loop"))
         return {"training": training.status(), "learner": self._learners.status()}
 
-    async def close_idle(self) -> None:
-        """Close learners that no job has used for long."""
-        await self._learners.close_idle(self._settings.idle_learner_s)
-
     # ---- the loop ---------------------------------------------------------------------------
 
     async def _work(self, base_model: str, loop: _Loop) -> None:
@@ -163,7 +160,7 @@ class TrainingService:
             loop.woken.clear()
             job, wait_s = None, 0.0
             try:
-                job = await asyncio.to_thread(self._next, base_model)
+                job = await asyncio.to_thread(self._jobs.oldest, base_model)
                 if job is not None:
                     loop.job = job.id
                     with self._serving.holding(base_model):
@@ -195,8 +192,7 @@ class TrainingService:
             pin = await asyncio.to_thread(self._stages.pin, newest, record.spec, tokenizer)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
-        await serving.resolve(str(record.key))
-        base = await serving.base(job.base_model)
+        base = (await serving.resolve(str(record.key))).base
 
         if checkpoint is None:
             # Learn, and save.
@@ -230,11 +226,6 @@ class TrainingService:
         await asyncio.to_thread(self._stages.finish, job, checkpoint, checkpoint.manifest)
 
     # ---- the stages of a job, in order ------------------------------------------------------
-
-    def _next(self, base_model: str) -> JobInfo | None:
-        """The next job of a base model, after the writes that failed on a full disk."""
-        self._jobs.write_pending()
-        return self._jobs.oldest(base_model)
 
     def _has_checkpoint(self, job: JobInfo) -> bool:
         try:
@@ -314,7 +305,7 @@ class TrainingService:
         held["serve/held_s"] = time.monotonic() - started
 
     def _check_cancelled(self, job: JobInfo) -> None:
-        if self._closing or self._jobs.is_cancelling(job.id):
+        if self._closing or job.id in self._jobs.cancelling:
             raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
 
     def _probe_before(

@@ -9,12 +9,13 @@ newest ones, and those still to be proved are never unloaded.
 """
 
 import asyncio
-import contextlib
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from hone.errors import Busy, Conflict, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
@@ -99,19 +100,21 @@ class Serving:
 
     # ---- names ------------------------------------------------------------------------------
 
-    async def resolve(
+    @asynccontextmanager
+    async def using(
         self,
         name: str,
         *,
         run: RunSpec | None = None,
         step: int | None = None,
         aliases: Mapping[str, str] | None = None,
-    ) -> Policy:
-        """NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name.
+    ) -> AsyncIterator[Policy]:
+        """What answers to a name; its engine stays open, and its adapter loaded, in the block.
 
-        Inside a run, the name of its model's base and its aliases mean that model's newest step.
-        `step` stands in for the newest step of the run's model; names with a step of their own keep
-        it. `aliases` are those of the rollout.
+        NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name. Inside a run,
+        the name of its model's base and its aliases mean that model's newest step. `step` stands in
+        for the newest step of the run's model; names with a step of their own keep it. `aliases` are
+        those of the rollout.
         """
         target = (aliases or {}).get(name.removesuffix("@latest"), name)
         stem, suffix = _split(target)
@@ -121,18 +124,22 @@ class Serving:
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
         base = await self.base(base_name)
-        if record is None:
-            return Policy(base, None, 0, None, name)
         with self.holding(base_name):
-            if at is None:
+            adapter = None
+            if record is not None and at is None:
                 if record.key not in base.adapters.newest:
                     await self._load_newest(record, base)
-                return Policy(base, record, *base.adapters.newest[record.key], name)
-            adapter = None
-            if at > 0:
+                at, adapter = base.adapters.newest[record.key]
+            elif record is not None and at:
                 checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
                 adapter = await self._load(base, record, checkpoint)
-            return Policy(base, record, at, adapter, name)
+            with base.adapters.using(adapter) if adapter else nullcontext():
+                yield Policy(base, record, at or 0, adapter, name)
+
+    async def resolve(self, name: str, **more: Any) -> Policy:
+        """What answers to a name, as `using` reads it; loads it."""
+        async with self.using(name, **more) as policy:
+            return policy
 
     async def tokenizer(self, name: str) -> BaseTokenizer:
         """The tokenizer and chat template behind a name, as `resolve` reads it; loads no weights."""
@@ -243,29 +250,6 @@ class Serving:
             return 0, None
         return checkpoint.step, AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
 
-    @contextlib.asynccontextmanager
-    async def using(self, policy: Policy) -> AsyncIterator[Policy]:
-        """Keep a policy's engine open, and its adapter loaded, while the block runs.
-
-        Yields the policy in the engine that serves now: another may have replaced the one in which
-        it was resolved.
-        """
-        adapter = policy.adapter
-        with self.holding(policy.base.name):
-            policy = replace(policy, base=await self.base(policy.base.name))
-            if adapter is None:
-                yield policy
-                return
-            assert policy.record is not None, policy
-            adapters = policy.base.adapters
-            while adapter not in adapters:  # unloaded since it was resolved
-                checkpoint = await asyncio.to_thread(
-                    self._checkpoints.get, policy.record.key, policy.step
-                )
-                await self._load(policy.base, policy.record, checkpoint)
-            with adapters.using(adapter):
-                yield policy
-
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""
         known = (record.spec.base_model for record in self._models.list())
@@ -315,7 +299,7 @@ class Serving:
 
     # ---- concurrency ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
+    @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a request as being answered while the block runs. Raises Busy if there are too many."""
         if self._answering >= self._settings.max_concurrent:
@@ -346,7 +330,7 @@ class Serving:
 
     async def drain(self, deadline_s: float) -> None:
         """Wait until no request is being answered, so that all are recorded."""
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
 
 

@@ -112,13 +112,13 @@ class State:
         bounds = {"max_age_s": settings.keep_calls_s, "max_bytes": settings.keep_calls_bytes}
         for run in await asyncio.to_thread(calls.close_idle_runs, settings.idle_run_s):
             say("run closed: it was idle", run=run, idle_s=settings.idle_run_s)
-        if gone := await asyncio.to_thread(calls.prune, **bounds):
-            say("calls pruned", calls=gone)
-        if gone := await asyncio.to_thread(jobs.prune, **bounds):
-            say("groups of ended jobs pruned", jobs=gone)
+        if deleted := await asyncio.to_thread(calls.prune, **bounds):
+            say("calls pruned", calls=deleted)
+        if deleted := await asyncio.to_thread(jobs.prune, **bounds):
+            say("groups of ended jobs pruned", jobs=deleted)
         await asyncio.to_thread(jobs.prune_events, max_age_s=settings.keep_events_s)
         logged = (prune_groups, settings.root, settings.keep_trajectories_bytes)
-        if gone := await asyncio.to_thread(*logged):
-            say("logged trajectories pruned", files=gone)
+        if deleted := await asyncio.to_thread(*logged):
+            say("logged trajectories pruned", files=deleted)
         await self.serving.close_idle(settings.idle_engine_s)
-        await self.service.close_idle()
+        await self.service.close_idle(settings.idle_learner_s)

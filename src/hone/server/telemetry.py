@@ -81,7 +81,18 @@ def refusal_text(message: str, key: str | None) -> str:
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 
-class _Line(logging.Formatter):
+class _Output(logging.Formatter):
+    """`time line`, in UTC."""
+
+    converter = time.gmtime
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{self.formatTime(record)} {record.getMessage()}"
+
+
+class _Line(_Output):
     """`time level what key=value ...`, or the same as one JSON object."""
 
     def __init__(self, as_json: bool) -> None:
@@ -89,7 +100,7 @@ class _Line(logging.Formatter):
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = _stamp(record)
+        stamp = self.formatTime(record)
         fields = getattr(record, "fields", {})
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         if self._as_json:
@@ -98,18 +109,6 @@ class _Line(logging.Formatter):
         parts = [stamp, record.levelname.lower(), record.getMessage()]
         parts += [f"{key}={_format_value(value)}" for key, value in fields.items()]
         return " ".join(parts) + (f"\n{trace}" if trace else "")
-
-
-class _Output(logging.Formatter):
-    """`time line`."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"{_stamp(record)} {record.getMessage()}"
-
-
-def _stamp(record: logging.LogRecord) -> str:
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{seconds}.{int(record.msecs):03d}Z"
 
 
 class _LogFile(RotatingFileHandler):

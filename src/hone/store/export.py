@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,8 @@ def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
     match = _AT.fullmatch(name)
     if match is None:
         raise NotFound(f"{name!r}: expected NAME, NAME@N, NAME@latest or NAME@best")
-    store = Store(state, (models.SCHEMA,))
-    try:
+    with closing(Store(state, (models.SCHEMA,))) as store:
         record = ModelStore(store).find(match["name"])
-    finally:
-        store.close()
     checkpoints, at = Checkpoints(root), match["at"]
     if at in (None, "latest"):
         newest = checkpoints.newest(record.key)

@@ -38,12 +38,12 @@ Events = list[JobEvent]
 
 
 class JobEvents:
-    """Blocking, except `wait`; safe from any thread."""
+    """Blocking, except `wait_event`; safe from any thread."""
 
     def __init__(self, store: Store, *, keep_progress: int) -> None:
         self._store = store
         self.stopping = False
-        """The server stops; `wait` returns at once."""
+        """The server stops; `wait_event` returns at once."""
         self.lock = threading.RLock()
         """Held from choosing an event's id to storing it, so that ids appear in order."""
         (row,) = store.query("SELECT coalesce(max(id), 0) AS id FROM job_events")
@@ -53,7 +53,7 @@ class JobEvents:
         """Durable events that a failing disk refused."""
         self._listeners: set[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
-    def new(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
+    def new_event(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
         with self.lock:
             self._last += 1
             return JobEvent(id=self._last, job=job_id, type=type, at=time.time(), data=data)
@@ -61,14 +61,14 @@ class JobEvents:
     def progress(self, job_id: str, data: dict[str, Any]) -> None:
         """Emit how far a job is."""
         with self.lock:
-            self._progress.append(self.new(job_id, "progress", data))
+            self._progress.append(self.new_event(job_id, "progress", data))
         self.wake(job_id)
 
-    def write(self, db: Connection, event: JobEvent) -> None:
+    def write_event(self, db: Connection, event: JobEvent) -> None:
         values = (event.job, event.id, event.type, event.at, json.dumps(event.data))
         db.execute("INSERT INTO job_events VALUES (?, ?, ?, ?, ?)", values)
 
-    def prune(self, *, max_age_s: float) -> int:
+    def prune_events(self, *, max_age_s: float) -> int:
         """Delete the events of jobs that ended too long ago, except the last of each."""
         with self._store.transaction() as db:
             cursor = db.execute(
@@ -79,12 +79,12 @@ class JobEvents:
             )
             return cursor.rowcount
 
-    def read(self, job_id: str, after: int = 0, limit: int = 1000) -> Events:
+    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> Events:
         """Events with a larger id than `after`, in order."""
         # Memory first: an event that is written meanwhile is then read twice, and not never.
         with self.lock:
-            events = {event.id: event for event in (*self._progress, *self.unwritten)}
-        events = {id: event for id, event in events.items() if event.job == job_id and id > after}
+            memory = (*self._progress, *self.unwritten)
+        events = {event.id: event for event in memory if event.job == job_id and event.id > after}
         rows = self._store.query(
             "SELECT * FROM job_events WHERE job = ? AND id > ? ORDER BY id LIMIT ?",
             (job_id, after, limit),
@@ -94,14 +94,14 @@ class JobEvents:
         ordered = [events[id] for id in sorted(events)]
         return ordered if limit < 0 else ordered[:limit]
 
-    async def wait(self, job_id: str, after: int, deadline_s: float) -> bool:
+    async def wait_event(self, job_id: str, after: int, deadline_s: float) -> bool:
         """Whether there is an event after that one, now or within the deadline."""
         woken = asyncio.Event()
         listener = (job_id, asyncio.get_running_loop(), woken)
         # Listen first, then read: an event between the two is not missed.
         self._listeners.add(listener)
         try:
-            if await asyncio.to_thread(self.read, job_id, after, 1):
+            if await asyncio.to_thread(self.events, job_id, after, 1):
                 return True
             if not self.stopping:
                 await asyncio.wait_for(woken.wait(), deadline_s)
@@ -112,7 +112,7 @@ class JobEvents:
             self._listeners.discard(listener)
 
     def stop_waiting(self) -> None:
-        """Wake all waiters; later calls of `wait` return at once. Callable from any thread."""
+        """Wake all waiters; later calls of `wait_event` return at once. Callable from any thread."""
         self.stopping = True
         self.wake(None)
 

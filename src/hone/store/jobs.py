@@ -76,18 +76,14 @@ class Pin:
 Jobs = list[JobInfo]
 
 
-class JobStore:
-    """Blocking, except `wait_event`; safe from any thread."""
+class JobStore(JobEvents):
+    """Jobs and their events. Blocking, except `wait_event`; safe from any thread."""
 
     def __init__(self, store: Store, *, keep_progress: int = 1000) -> None:
-        self._store = store
-        self._events = JobEvents(store, keep_progress=keep_progress)
-        self.wait_event, self.stop_waiting = self._events.wait, self._events.stop_waiting
-        self.events, self.progress = self._events.read, self._events.progress
-        self.prune_events = self._events.prune
+        super().__init__(store, keep_progress=keep_progress)
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
-        self._cancelling: set[str] = set()
+        self.cancelling: set[str] = set()
         """Jobs that were changed here, have not ended, and are to be cancelled."""
 
     # ---- reading ----------------------------------------------------------------------------
@@ -99,10 +95,6 @@ class JobStore:
         if not rows:
             raise NotFound(f"no job is called {job_id!r}; GET /v1/training/jobs lists them")
         return JobInfo.model_validate_json(rows[0]["info"])
-
-    def is_cancelling(self, job_id: str) -> bool:
-        """Whether a job that was taken is to be cancelled. Reads no disk."""
-        return job_id in self._cancelling
 
     def packed_groups(self, job_id: str) -> bytes:
         """What it trains on, as it is stored; the learner unpacks it."""
@@ -146,7 +138,8 @@ class JobStore:
         return dict(Counter(job.base_model for job in self.list(state="queued", limit=-1)))
 
     def oldest(self, base_model: str) -> JobInfo | None:
-        """The first queued job of a base model."""
+        """The first queued job of a base model, after the writes that a failing disk refused."""
+        self.write_pending()
         queued = reversed(self.list(state="queued", limit=-1))
         return next((job for job in queued if job.base_model == base_model), None)
 
@@ -187,7 +180,7 @@ class JobStore:
             if not batch and job.state in FINAL:
                 return
             if not batch and not await self.wait_event(job_id, after, heartbeat_s):
-                if self._events.stopping:  # which would wait for this; the client asks again
+                if self.stopping:  # which would wait for this; the client asks again
                     return
                 yield None
 
@@ -238,7 +231,7 @@ class JobStore:
             )
             refs = [(job.id, call) for call in calls]
             db.executemany("INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)", refs)
-            self._events.write(db, self._events.new(job.id, "queued", {}))
+            self.write_event(db, self.new_event(job.id, "queued", {}))
         return job
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
@@ -303,9 +296,9 @@ class JobStore:
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
         """Write an event of a job."""
         with self._writing() as db:
-            event = self._events.new(job_id, type, data)
-            self._events.write(db, event)
-        self._events.wake(job_id)
+            event = self.new_event(job_id, type, data)
+            self.write_event(db, event)
+        self.wake(job_id)
         return event
 
     def recover(self, has_checkpoint: Callable[[JobInfo], bool]) -> tuple[Jobs, Jobs]:
@@ -338,7 +331,7 @@ class JobStore:
         self, job_id: str, change: Callable[[JobInfo], dict[str, Any]], *, remember: bool = False
     ) -> JobInfo:
         """Give a job the fields that `change` returns; no event if nothing changed."""
-        with self._events.lock:
+        with self.lock:
             before = self.get(job_id)
             job = JobInfo.model_validate({**before.model_dump(), **change(before)})
             if job == before:
@@ -346,35 +339,35 @@ class JobStore:
             type, data = event_of_move(job)
             if job.state == before.state == "running":
                 type, data = "cancelling", {}
-            event = self._events.new(job_id, type, data)
+            event = self.new_event(job_id, type, data)
             try:
                 with self._writing() as db:
                     _update(db, job)
-                    self._events.write(db, event)
+                    self.write_event(db, event)
             except StorageError:
                 if not remember:
                     raise
                 self._pending[job_id] = job
-                self._events.unwritten.append(event)
+                self.unwritten.append(event)
             if job.cancel_requested and job.state in NEXT:
-                self._cancelling.add(job_id)
+                self.cancelling.add(job_id)
             else:
-                self._cancelling.discard(job_id)
-        self._events.wake(job_id)
+                self.cancelling.discard(job_id)
+        self.wake(job_id)
         return job
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         """A durable transaction; it begins with what a failing disk refused before."""
-        with self._events.lock:
+        with self.lock:
             with self._store.transaction(durable=True) as db:
                 for job in self._pending.values():
                     _update(db, job)
-                for event in self._events.unwritten:
-                    self._events.write(db, event)
+                for event in self.unwritten:
+                    self.write_event(db, event)
                 yield db
             self._pending.clear()
-            self._events.unwritten.clear()
+            self.unwritten.clear()
 
 
 def _update(db: Connection, job: JobInfo) -> None:
