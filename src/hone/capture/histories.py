@@ -11,7 +11,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from hone.capture.base import Recorder, SeenCall, WatchedCall, current
@@ -61,16 +60,16 @@ def add_call(
 
 
 def _continues(history: History, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
-    held = history.messages_and_choices
-    if not held:
+    earlier = history.messages_and_choices
+    if not earlier:
         return True
-    if history.tools != tools or len(held) > len(messages):
+    if history.tools != tools or len(earlier) > len(messages):
         return False
-    sent = get_messages(list(messages[: len(held)]))
-    return [_said(one) for one in get_messages(held)] == [_said(one) for one in sent]
+    sent = get_messages(list(messages[: len(earlier)]))
+    return list(map(_meaning, get_messages(earlier))) == list(map(_meaning, sent))
 
 
-def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def _meaning(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two forms of a message have in common: clients drop and add keys as they send it back."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
@@ -133,29 +132,24 @@ def _of(recorder: Recorder | None) -> Trajectory | None:
 # ---- art.yield_trajectory ----------------------------------------------------------------------
 
 
-@dataclass
-class _Yielded:
-    trajectory: Trajectory | None = None
-
-
-_yielded: ContextVar[_Yielded | None] = ContextVar("hone_yielded", default=None)
+_yielded: ContextVar[list[Trajectory] | None] = ContextVar("hone_yielded", default=None)
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
     """Hand a trajectory to the `capture_yielded_trajectory` around; the last one counts."""
-    place = _yielded.get()
-    if place is not None:  # outside, nobody waits for it
-        place.trajectory = trajectory
+    trajectories = _yielded.get()
+    if trajectories is not None:  # outside, nothing waits for it
+        trajectories.append(trajectory)
 
 
 async def capture_yielded_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
     """Run the coroutine; the trajectory that it passed to `yield_trajectory`."""
-    place = _Yielded()
-    token = _yielded.set(place)
+    trajectories: list[Trajectory] = []
+    token = _yielded.set(trajectories)
     try:
         await coroutine
     finally:
         _yielded.reset(token)
-    if place.trajectory is None:
+    if not trajectories:
         raise RuntimeError("the coroutine called no yield_trajectory(...)")
-    return place.trajectory
+    return trajectories[-1]

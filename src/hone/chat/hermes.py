@@ -50,8 +50,14 @@ class HermesCall:
         """The first `</tool_call>`, if it is inside a string."""
         self._string_ended = False
         """A string has ended since the quoted tag, and what follows it is unread."""
+        self._arguments_start = 0
         self._arguments_end: int | None = None
         self._sent = 0
+
+    @property
+    def arguments(self) -> str:
+        """All that was returned of them."""
+        return "".join(self._parts)[self._arguments_start : self._sent]
 
     def feed(self, text: str, *, final: bool) -> str:
         """More of the arguments. `final`: no more text will come."""
@@ -148,7 +154,7 @@ class HermesCall:
         except ValueError:
             return
         if name:
-            self.name, self._sent = name, len(head)
+            self.name, self._arguments_start, self._sent = name, len(head), len(head)
 
     def _before(self, at: int, text: str) -> str:
         return "".join(self._parts) + text[: at - self._length]

@@ -16,7 +16,7 @@ import codecs
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -144,7 +144,8 @@ class StreamParser:
         """Reads the text in the current state; returns whether another state reads on."""
         self._reasoning: _Text | None = None
         self._content = _Text()
-        self._calls: list[_Call] = []
+        self._calls: list[ToolCall] = []
+        """Those that have ended."""
         self._call = HermesCall()
         """The call that is being read."""
         self._malformed: list[str] = []
@@ -169,7 +170,7 @@ class StreamParser:
         return Reply(
             content=self._content.text,
             reasoning=None if self._reasoning is None else self._reasoning.text,
-            tool_calls=tuple(call.whole() for call in self._calls),
+            tool_calls=tuple(self._calls),
             malformed=tuple(self._malformed),
         ).ended(finish)
 
@@ -241,7 +242,7 @@ class StreamParser:
         if call.name is not None and not begun:
             self._begin_call(call.name)
         if arguments:
-            self._add_arguments(arguments)
+            self._deltas.append(_more_arguments(len(self._calls), arguments))
         if call.rest is None and not final:
             return False
         self._end_call(call)
@@ -264,33 +265,29 @@ class StreamParser:
 
     def _begin_call(self, name: str) -> None:
         self._content.end()
-        call = _Call(name, call_id(self._seed, len(self._calls)))
-        self._deltas.append(_begin_call(len(self._calls), call.whole()))
-        self._calls.append(call)
-
-    def _add_arguments(self, text: str) -> None:
-        self._calls[-1].arguments.append(text)
-        self._deltas.append(_more_arguments(len(self._calls) - 1, text))
+        index = len(self._calls)
+        self._deltas.append(_begin_call(index, ToolCall(name, "", call_id(self._seed, index))))
 
     def _end_call(self, call: HermesCall) -> None:
-        malformed, closed = "", call.rest is not None
-        try:
-            name, arguments = parse_call(call.body)
-            if call.name is None and closed:
-                self._begin_call(name)
-                self._add_arguments(arguments)
-                return
-            if closed and (name, arguments) != (call.name, self._calls[-1].whole().arguments):
-                raise ValueError("it has a key twice")
-        except ValueError as error:
-            malformed = f"tool call {call.body.strip()[:80]!r}: {error}"
-        if not closed:
-            malformed = f"{OPEN_CALL} was never closed by {CLOSE_CALL}"
-        if malformed:
-            self._malformed.append(malformed)
-        if call.name is None:
-            text = OPEN_CALL + call.body + (CLOSE_CALL if closed else "")
+        index, name, arguments = len(self._calls), call.name, call.arguments
+        if call.rest is None:
+            self._malformed.append(f"{OPEN_CALL} was never closed by {CLOSE_CALL}")
+        else:
+            try:
+                parsed = parse_call(call.body)
+                if name is None:
+                    name, arguments = parsed
+                    self._begin_call(name)
+                    self._deltas.append(_more_arguments(index, arguments))
+                elif parsed != (name, arguments):
+                    raise ValueError("it has a key twice")
+            except ValueError as error:
+                self._malformed.append(f"tool call {call.body.strip()[:80]!r}: {error}")
+        if name is None:
+            text = OPEN_CALL + call.body + (CLOSE_CALL if call.rest is not None else "")
             self._emit("content", self._content.add(text))
+        else:
+            self._calls.append(ToolCall(name, arguments, call_id(self._seed, index)))
 
 
 class _Text:
@@ -330,16 +327,6 @@ class _Text:
     @property
     def text(self) -> str:
         return "".join(self._parts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    name: str
-    id: str
-    arguments: list[str] = field(default_factory=list)
-
-    def whole(self) -> ToolCall:
-        return ToolCall(self.name, "".join(self.arguments), self.id)
 
 
 def _begin_call(index: int, call: ToolCall) -> Delta:

@@ -72,8 +72,8 @@ class TokenTexts(dict[int, tuple[str, list[int]]]):
 
     def __missing__(self, token: int) -> tuple[str, list[int]]:
         piece = self._piece(token)
-        self[token] = made = piece.decode(errors="replace"), list(piece)
-        return made
+        self[token] = text = piece.decode(errors="replace"), list(piece)
+        return text
 
 
 class ChatTemplate:
