@@ -23,6 +23,7 @@ from hone.finetune.base import Trainer, TrajectoryBuilder
 from hone.finetune.dataset_builder import DatasetTrajectoryBuilder, DatasetTrajectoryBuilderConfig
 from hone.finetune.journal import Journal
 from hone.finetune.objectives import SFTTrainerConfig
+from hone.finetune.resume import RunState
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.report.history import History
 from hone.workflow.function import Function
@@ -90,7 +91,6 @@ class World:
         try:
             trainer, builder = self._parts()
             await trainer.bind_components(builder, self.adapter)
-            trainer.bind_run(journal, events)
             config = FinetuneConfig(
                 reward_function=RewardFunctionConfig(name="score"),
                 output_dir=self.directory,
@@ -98,6 +98,7 @@ class World:
                 run_configuration=FinetuneRunConfig(validation_interval=1),
                 **self.keys,
             )
+            trainer.bind_run(journal, events, RunState.follow(config, events))
             await trainer.initialize(config)
             trainer.bind_evaluations(self._evaluation("abc"), self._evaluation("xy"))
             return await trainer.run(EPOCHS)

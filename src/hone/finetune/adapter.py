@@ -10,7 +10,6 @@ trained calls. Others are sent as text (rerender.py).
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,8 +153,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         advertised = self.adapter_config.backend.advertise_url or info.advertised_url
         elsewhere = f"{advertised}/v1" if advertised else None
         urls = (self.backend.base_url, base_url, info.inference_base_url, elsewhere or base_url)
-        trained = self.adapter_config.backend.trained(name, *urls)
-        trained = replace(trained, aliases=frozenset(self._aliases))
+        trained = self.adapter_config.backend.trained(name, *urls, aliases=self._aliases)
         return Served(base_url, key, name, host_of(host), trained, self.recorded, elsewhere)
 
     @property

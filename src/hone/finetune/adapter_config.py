@@ -7,7 +7,7 @@ Out:  ARTTrainerAdapterConfig; the keys of each job
 defaults apply; only learning_rate and beta have defaults of this block's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -89,7 +89,7 @@ class ARTBackendConfig(Strict):
             peft_args=self.peft_args or {},
         )
 
-    def trained(self, name: str | None = None, *urls: str) -> Trained:
+    def trained(self, name: str | None = None, *urls: str, aliases: Iterable[str] = ()) -> Trained:
         """Names and addresses of the model in training; `urls` are those of its server.
 
         Without URLs, any port of `ip`: only the server knows which one serves inference.
@@ -100,6 +100,7 @@ class ARTBackendConfig(Strict):
             names=frozenset({self.name, f"{self.project}/{self.name}"}),
             base_model=self.base_model,
             addresses=frozenset(map(address_of, urls) if urls else at_ip),
+            aliases=frozenset(aliases),
         )
 
     @model_validator(mode="after")

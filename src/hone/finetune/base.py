@@ -253,8 +253,8 @@ class Trainer(ABC):
     """What a killed run needs to resume; set by `initialize`."""
     events: EventLog
     """Events of the run; set by `initialize`."""
-    state: RunState | None = None
-    """What is done, according to the events; None before `initialize`."""
+    state: RunState
+    """What is done, according to the events; set by `initialize`."""
 
     def __init__(self, trainer_config: TrainerConfig) -> None:
         self.trainer_config = trainer_config
@@ -272,10 +272,10 @@ class Trainer(ABC):
         self.trajectory_builder = trajectory_builder
         self.trainer_adapter = trainer_adapter
 
-    def bind_run(self, journal: Journal, events: EventLog, state: RunState | None = None) -> None:
-        """Set the journal and the events; otherwise `initialize` opens those of output_dir.
+    def bind_run(self, journal: Journal, events: EventLog, state: RunState) -> None:
+        """Set the journal, the events, and the state that listens to them.
 
-        `state` must listen to `events`; without it, `initialize` reads them.
+        Otherwise `initialize` opens those of output_dir.
         """
         self.journal, self.events, self.state = journal, events, state
 

@@ -204,11 +204,14 @@ def code_of(document: Document) -> dict[str, str]:
     directory = document.file.resolve().parent
     files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
     reward = [n for n in document.eval.evaluators if n == document.finetuning.reward_name]
-    entries = [source_of(target, directory) for _, target in targets_of(document, reward)]
-    entries += [source_of(f"{name}:_", directory) for name in _plugins(document)]
     blocks = [*document.functions.values(), document.workflow]
-    entries += [source_of(b.target, directory) for b in blocks if isinstance(b, FrameworkConfig)]
-    queue = [(file, _root(file, directory)) for file in entries if file is not None]
+    targets = [
+        *(target for _, target in targets_of(document, reward)),
+        *(f"{module}:_" for module in _plugins(document)),
+        *(block.target for block in blocks if isinstance(block, FrameworkConfig)),
+    ]
+    sources = [source_of(target, directory) for target in targets]
+    queue = [(file, _root(file, directory)) for file in sources if file is not None]
     for block in blocks:
         if isinstance(block, CommandConfig):
             queue += _program(block, document, directory)

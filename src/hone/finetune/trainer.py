@@ -59,7 +59,6 @@ class ARTTrainer(Trainer):
     _config: FinetuneConfig
     _builder: TrajectoryBuilder
     _adapter: TrainerAdapter
-    _state: RunState
     _files: Files
 
     def __init__(self, trainer_config: TrainerConfig) -> None:
@@ -78,7 +77,8 @@ class ARTTrainer(Trainer):
         if self._is_alone:
             directory = run_config.output_dir
             journal = self._opened.enter_context(Journal.open(directory, {}))
-            self.bind_run(journal, self._opened.enter_context(EventLog(directory / FILE)))
+            events = self._opened.enter_context(EventLog(directory / FILE))
+            self.bind_run(journal, events, RunState.follow(run_config, events))
         self._run_id = self.journal.run_id
         if self.journal.run.anew and self.trainer_adapter is not None:
             await self.trainer_adapter.start_anew(self.journal.run.replaces)
@@ -88,9 +88,8 @@ class ARTTrainer(Trainer):
         self._config = run_config
         self._builder, self._adapter = self.trajectory_builder, self.trainer_adapter
         self._adapter.events = self.events
-        self.state = self._state = self.state or RunState.follow(run_config, self.events)
         self._files = Files(self.events, run_config.output_dir)
-        self._curriculum = self._state.curriculum()
+        self._curriculum = self.state.curriculum()
         self._curriculum_state = self._curriculum.state
         await self._adapter.open_run(self.journal.run_id, run_config.seed)
         self._step = await self._adapter.policy_step()
@@ -119,12 +118,12 @@ class ARTTrainer(Trainer):
         options = self.run_config.run_configuration
         interval = 5 if options is None else options.validation_interval
         for epoch in range(num_epochs):
-            if self._state.is_done(epoch):
+            if self.state.is_done(epoch):
                 statuses.append(self._outcome(epoch))
                 continue
             if epoch % interval == 0:
                 await self._validate(epoch)
-            if self._state.reason_to_stop():
+            if self.state.reason_to_stop():
                 break
             statuses.append(await self._epoch(epoch, num_epochs))
             if statuses[-1].status is not COMPLETED:
@@ -138,10 +137,10 @@ class ARTTrainer(Trainer):
     async def _epoch(self, epoch: int, num_epochs: int) -> TrainingJobStatus:
         """Run one epoch; an exception becomes its status."""
         log.info("Starting epoch %d for run %s", epoch + 1, self._run_id)
-        before = self._state.history.phases.copy()
+        before = self.state.history.phases.copy()
         try:
             for round, plan in enumerate(self._rounds(epoch)):
-                if plan.items and not self._state.is_over(epoch, round):
+                if plan.items and not self.state.is_over(epoch, round):
                     job = await self.run_epoch(epoch, self.journal.run_id, round)
                     if job is not None:
                         await self._wait(job, epoch, round)
@@ -150,7 +149,7 @@ class ARTTrainer(Trainer):
             if not isinstance(error, HoneError):
                 log.error("epoch %d failed", epoch + 1, exc_info=error)
             status = self._status(epoch, FAILED, str(error) or type(error).__name__)
-        phases = {name: spent - before[name] for name, spent in self._state.history.phases.items()}
+        phases = {name: spent - before[name] for name, spent in self.state.history.phases.items()}
         self.events.append("epoch_done", epoch=epoch, status=status.status, phases=phases)
         self._files.refresh()
         if status.status is not COMPLETED:
@@ -158,7 +157,7 @@ class ARTTrainer(Trainer):
             return status
         log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
         due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
-        if due and (why := diagnosis.diagnosis(self._state.history)):
+        if due and (why := diagnosis.diagnosis(self.state.history)):
             self._warn(why)
         return status
 
@@ -183,9 +182,12 @@ class ARTTrainer(Trainer):
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
         self.log_progress(epoch, collected, output_dir)
         # While the job runs: log the reward, and make room for the next checkpoint.
-        logged = {"trajectories": collected["num_trajectories"]}
-        if collected["avg_reward"] is not None:  # conversations of a dataset have none
-            logged["reward"] = collected["avg_reward"]
+        measured = {
+            "trajectories": collected["num_trajectories"],
+            "reward": collected["avg_reward"],
+        }
+        # Conversations of a dataset have no reward.
+        logged = {name: value for name, value in measured.items() if value is not None}
         await self._adapter.log_metrics(logged, split="train", step=submission.collected["step"])
         if self._config.keep_checkpoints is not None:
             await self._adapter.prune(self._config.keep_checkpoints)
@@ -195,7 +197,7 @@ class ARTTrainer(Trainer):
         """Measure the held-out reward after `epoch` epochs, unless that was done."""
         if self.validation is None:
             return
-        if not self._state.is_validated(epoch):
+        if not self.state.is_validated(epoch):
             outcome = {"step": self._step, "rewards": {}, "failures": 0}  # which a plugin may lack
             outcome |= await self.run_validation_evaluation(epoch, self.journal.run_id)
             outcome.pop("dataset_type", None)
@@ -222,7 +224,7 @@ class ARTTrainer(Trainer):
             "items": items,
             "journal": self.journal,
             "session": self.journal.session,
-            "failed_before": self._state.has_failed(epoch),
+            "failed_before": self.state.has_failed(epoch),
             "events": self.events,
             "trainer_config": self.trainer_config,
         }
@@ -254,7 +256,7 @@ class ARTTrainer(Trainer):
         flat = None  # SFT compares nothing
         if keys.get("loss") != "sft":
             flat = num_flat(collection.trajectories, self._adapter.comparison)
-        self._curriculum = self._state.curriculum()
+        self._curriculum = self.state.curriculum()
         drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
         chosen = self.apply_curriculum_learning(
             collection.model_copy(update={"metadata": drawn}), epoch
@@ -290,7 +292,7 @@ class ARTTrainer(Trainer):
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
         """Submit the job; the same key twice is one job."""
-        key, sent = self._state.job_key(self.journal.run_id, epoch, round), submission.collection
+        key, sent = self.state.job_key(self.journal.run_id, epoch, round), submission.collection
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
         if self._adapter.reads_episodes:
             await self._builder.load_episodes(named)
@@ -336,7 +338,7 @@ class ARTTrainer(Trainer):
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
         """The status of an epoch whose rounds have ended."""
-        job = self._state.last_job(epoch)
+        job = self.state.last_job(epoch)
         if job is None:
             return self._status(epoch, COMPLETED, "No trajectories to train on")
         shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
@@ -358,20 +360,20 @@ class ARTTrainer(Trainer):
     def _validator(self) -> Validator:
         assert self.validation is not None, "there are no held-out examples"
         return Validator(
-            self.validation, self._config, self.journal, self.events, self._state, self._adapter
+            self.validation, self._config, self.journal, self.events, self.state, self._adapter
         )
 
     @property
     def _reward_history(self) -> list[dict[str, Any]]:
-        return [] if self.state is None else metrics.reward_history(self.state.history)
+        return [] if self.run_config is None else metrics.reward_history(self.state.history)
 
     @property
     def _validation_history(self) -> list[dict[str, Any]]:
-        return [] if self.state is None else metrics.validation_history(self.state.history)
+        return [] if self.run_config is None else metrics.validation_history(self.state.history)
 
     def _rounds(self, epoch: int) -> list[RoundPlan]:
         """The epoch's examples, round by round."""
-        return self._state.rounds(self._builder.bound_evaluation.items, epoch)
+        return self.state.rounds(self._builder.bound_evaluation.items, epoch)
 
     def log_progress(
         self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None

@@ -125,7 +125,6 @@ class Validation:
         mean, low, high = result.avg_reward, result.min_reward, result.max_reward
         if failed and counted and not result.error:
             mean, low, high = fmean(counted), min(counted), max(counted)
-        examples = result.num_examples
         return cls(
             epoch=result.epoch,
             step=result.step,
@@ -133,7 +132,7 @@ class Validation:
             mean=mean,
             min=low,
             max=high,
-            num_examples=len(rewards) if examples is None else examples,
+            num_examples=len(rewards) if result.num_examples is None else result.num_examples,
             failures=result.failures,
             policy_failures=sum(failed.values()),
             failure_reward=reward if failed else None,
