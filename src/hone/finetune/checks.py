@@ -24,7 +24,6 @@ from hone.finetune.builder import num_generations
 from hone.finetune.dataset_checks import (
     DATASET,
     check_file,
-    conversation_mistakes,
     dataset_mistakes,
 )
 from hone.finetune.fingerprint import code_of, targets_of
@@ -58,7 +57,7 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
             ),
         )
         held_out, problems = validation, [*problems, *wrong]
-    problems += check_file("--dataset", options.dataset, document, reward)
+    problems += check_file("--dataset", options.dataset, document, reward, trained=True)
     problems += check_file("--validation_dataset", options.validation_dataset, held_out, reward)
     if document is None or problems:
         raise ConfigProblems(problems)
@@ -125,7 +124,6 @@ def _run_mistakes(
         yield from _target_mistakes(document, endpoint)
         yield from _group_size(document)
         yield from objective_mistakes(document)
-        yield from conversation_mistakes(document, dataset)
     elif not document.loaded.data:
         yield (), "the file is empty; expected keys such as `llms:` and `workflow:`"
     if document.finetuning.early_stopping is not None and not validates:
@@ -140,7 +138,8 @@ def _run_mistakes(
             yield ("loggers", index), problem
     yield from _base_model(document)
     if dataset is None:
-        yield from dataset_mistakes(document, document.finetuning.reward_name)
+        reward, trained = document.finetuning.reward_name, is_run(document.loaded)
+        yield from dataset_mistakes(document, reward, trained=trained)
 
 
 def _validation_mistakes(

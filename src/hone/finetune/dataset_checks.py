@@ -15,6 +15,7 @@ from hone.config.problems import Mistakes, Place, Problem
 from hone.config.problems import Path as Keys
 from hone.config.schema import Document
 from hone.errors import ConfigError, did_you_mean
+from hone.evaluation.base import EvalInputItem
 from hone.evaluation.datasets import (
     FILE_DATASETS,
     WHERE,
@@ -22,16 +23,29 @@ from hone.evaluation.datasets import (
     MissingQuestion,
     load_items,
 )
-from hone.finetune.dataset_builder import dataset_config_of, objective_of
+from hone.finetune.dataset_builder import (
+    DatasetTrajectoryBuilderConfig,
+    Objective,
+    dataset_config_of,
+    objective_of,
+)
 from hone.workflow.target import load_target
 
 DATASET = ("eval", "general", "dataset")
 
 
 def check_file(
-    option: str, file: Path | None, document: Document | None, reward: str | None = None
+    option: str,
+    file: Path | None,
+    document: Document | None,
+    reward: str | None = None,
+    *,
+    trained: bool = False,
 ) -> list[Problem]:
-    """Mistakes in a dataset file of the command line, which is read as the document says."""
+    """Mistakes in a dataset file of the command line, which is read as the document says.
+
+    `trained`: it has the training examples of a run.
+    """
     config = None if document is None else document.eval.general.dataset
     if file is None:
         return []
@@ -40,7 +54,9 @@ def check_file(
     if config is not None and not isinstance(config, FILE_DATASETS):
         return []  # a function, or a plugin's loader, reads the file
     problems = []
-    for _, message in _row_mistakes(config or JsonDataset(), document, reward, file):
+    for _, message in _row_mistakes(
+        config or JsonDataset(), document, reward, file, trained=trained
+    ):
         where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message has one
         named = colon and where.startswith(str(file))
         place = Place(f"{option} {where if named else file}")
@@ -48,32 +64,11 @@ def check_file(
     return problems
 
 
-def dataset_mistakes(document: Document, reward: str | None) -> Mistakes:
-    """Mistakes in the document's own dataset."""
+def dataset_mistakes(document: Document, reward: str | None, *, trained: bool = False) -> Mistakes:
+    """Mistakes in the document's own dataset; `trained`: it has the training examples of a run."""
     config = document.eval.general.dataset
     if isinstance(config, FILE_DATASETS) and config.file_path is not None:
-        yield from _row_mistakes(config, document, reward)
-
-
-def conversation_mistakes(document: Document, file: Path | None) -> Mistakes:
-    """The first row that is no conversation, if the run trains on conversations."""
-    builder, config = dataset_config_of(document), document.eval.general.dataset
-    if (
-        builder is None
-        or not isinstance(config, FILE_DATASETS)
-        or (file or config.file_path) is None
-    ):
-        return
-    try:
-        items = load_items(config, file, near=document.file.parent)
-    except ConfigError:
-        return  # _row_mistakes reports it
-    for item in items:
-        try:
-            builder.trajectories(item.id, item.full_dataset_entry, objective_of(document))
-        except ConfigError as error:
-            yield DATASET, str(error)
-            return
+        yield from _row_mistakes(config, document, reward, trained=trained)
 
 
 def _row_mistakes(
@@ -81,8 +76,11 @@ def _row_mistakes(
     document: Document | None,
     reward: str | None,
     file: Path | None = None,
+    *,
+    trained: bool,
 ) -> Mistakes:
-    """A file that cannot be read, and columns that are named or needed and that no row has."""
+    """A file that cannot be read, and rows and columns that lack what the run needs."""
+    items = []
     try:
         items = load_items(config, file, near=None if document is None else document.file.parent)
         rows = [item.full_dataset_entry for item in items]
@@ -91,6 +89,8 @@ def _row_mistakes(
         columns = error.columns if isinstance(error, MissingQuestion) else ()
         key = ("structure", "question_key") if columns else ("file_path",)
         yield (*DATASET, *key), str(error).removeprefix(f"{WHERE}.file_path: ")
+    if trained and document is not None and (builder := dataset_config_of(document)):
+        yield from _conversation_mistakes(builder, objective_of(document), items)
     structure = config.structure
     if structure.disable or not columns:
         return
@@ -109,6 +109,20 @@ def _row_mistakes(
         if column not in columns:
             near, known = did_you_mean(column, columns), ", ".join(columns)
             yield (*DATASET, *path), f"{why}no row has a {column!r}.{near} There are: {known}."
+
+
+def _conversation_mistakes(
+    builder: DatasetTrajectoryBuilderConfig,
+    objective: Objective | None,
+    items: list[EvalInputItem],
+) -> Mistakes:
+    """The first row that is no conversation, if the run trains on conversations."""
+    for item in items:
+        try:
+            builder.trajectories(item.id, item.full_dataset_entry, objective)
+        except ConfigError as error:
+            yield DATASET, str(error)
+            return
 
 
 def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
