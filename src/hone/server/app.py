@@ -27,8 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 import hone
-from hone import errors
-from hone.errors import HoneError
+from hone.errors import HoneError, StorageError
 from hone.logs import log, say
 from hone.server import (
     art,
@@ -123,7 +122,7 @@ async def _health(state: State) -> dict[str, Any]:
         if keyed:
             health["base_models"] = await asyncio.to_thread(state.serving.base_models)
         parts["storage"] = {"status": "ok"}
-    except errors.StorageError as error:
+    except StorageError as error:
         parts["storage"] = {"status": "failing", "reason": str(error)}
     if keyed:
         health |= {"port": state.settings.port, "inference_port": state.settings.inference_port}

@@ -43,7 +43,6 @@ from hone.server.art_requests import (
 )
 from hone.server.auth import inference_key
 from hone.server.bodies import JsonRoute, raw_body_route
-from hone.server.job_tasks import Head
 from hone.server.state import State
 from hone.server.submit import Run, reading, submit
 from hone.server.training import inference_url, registered
@@ -191,7 +190,7 @@ def _write_model(state: State, model: ArtModel) -> None:
 # ---- groups -----------------------------------------------------------------------------------
 
 
-async def _submit(state: State, run: Run, head: Head) -> JobInfo:
+async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does."""
     record = await asyncio.to_thread(_record, state, head.request.model)
     sent = job_config(head.request.config, head.request.dev_config, record.spec)
@@ -221,14 +220,14 @@ async def _log(state: State, run: Run, key: ModelKey, split: str, step: int) -> 
 # ---- the stream of a training call -----------------------------------------------------------
 
 
-async def streamed(state: State, job: JobInfo, sent: Head) -> StreamingResponse:
+async def streamed(state: State, job: JobInfo, sent: job_tasks.Head) -> StreamingResponse:
     """One JSON line per gradient step; starts when the first is known, ends with the job."""
     lines = _lines(state, job, sent)
     first = await anext(lines)
     return StreamingResponse(_from(first, lines), media_type="application/x-ndjson")
 
 
-async def _lines(state: State, job: JobInfo, sent: Head) -> AsyncIterator[str]:
+async def _lines(state: State, job: JobInfo, sent: job_tasks.Head) -> AsyncIterator[str]:
     """One line per gradient step, each when the next one starts; the last has all the metrics."""
     sent_lines = 0
     rate = {"loss/learning_rate": job.config.learning_rate}
@@ -288,7 +287,7 @@ def _line(steps: int, metrics: Mapping[str, float]) -> str:
     return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
 
 
-def _metrics(job: JobInfo, sent: Head) -> dict[str, float]:
+def _metrics(job: JobInfo, sent: job_tasks.Head) -> dict[str, float]:
     """Under ART's names and under hone's; only finite numbers."""
     counted = {
         "data/step_num_scenarios": float(sent.groups),
@@ -302,7 +301,7 @@ def _metrics(job: JobInfo, sent: Head) -> dict[str, float]:
     return {name: float(value) for name, value in every.items() if math.isfinite(value)}
 
 
-def _log_job(state: State, job: JobInfo, sent: Head) -> None:
+def _log_job(state: State, job: JobInfo, sent: job_tasks.Head) -> None:
     """Add a line to the model's history, with the names that ART's server uses."""
     assert job.step is not None, "jobs of ART's clients always make a step"
     metrics = {

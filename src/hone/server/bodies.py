@@ -84,9 +84,8 @@ class BodyReader:
         if self._complete:
             return await self._receive()
         self._check(self._announced)
-        loop = asyncio.get_running_loop()
         if self._started is None:
-            self._started = loop.time()
+            self._started = asyncio.get_running_loop().time()
         allowed_s = self._settings.body_timeout_s + self._read / MIN_BYTES_PER_S
         try:
             async with asyncio.timeout_at(self._started + allowed_s):

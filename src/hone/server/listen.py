@@ -9,11 +9,10 @@ accepted, and so is a connection whose request does not arrive completely.
 """
 
 import asyncio
-import contextlib
 import resource
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import h11
@@ -44,7 +43,7 @@ def raise_descriptor_limit() -> int:
     """Raise the limit of open files to the hard limit; returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+        with suppress(OSError, ValueError):  # macOS allows less than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return 2**20 if soft == resource.RLIM_INFINITY else soft

@@ -123,13 +123,10 @@ async def _read_body(
         parsed, messages = await state.workers.run(read_request, *task, **limits)
     else:
         parsed, messages = read_request(*task, **limits)
-    sent = parsed
-    if resume is not None:
-        parsed = await asyncio.to_thread(resume, sent)
-    if parsed is not sent:
-        size = "large" if size == "large" else "medium"
-        messages = await asyncio.to_thread(hashed_messages, parsed)
-    return parsed, messages, size
+    if resume is None or (resumed := await asyncio.to_thread(resume, parsed)) is parsed:
+        return parsed, messages, size
+    messages = await asyncio.to_thread(hashed_messages, resumed)
+    return resumed, messages, "large" if size == "large" else "medium"
 
 
 @asynccontextmanager

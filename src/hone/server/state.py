@@ -24,11 +24,8 @@ from hone.server.supervision import Part, repeat
 from hone.server.telemetry import Metrics, rotate_output
 from hone.server.workers import WorkerPool
 from hone.store import calls, jobs, models
-from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoints, prune_groups
 from hone.store.database import Store, make_root
-from hone.store.jobs import JobStore
-from hone.store.models import ModelStore
 from hone.store.rename import Renames
 from hone.tally import cancel_all
 
@@ -57,8 +54,8 @@ class State:
         self.started_at = time.time()
         schemas = (models.SCHEMA, jobs.SCHEMA, calls.SCHEMA)
         self.store = Store(settings.root / "state.sqlite", schemas=schemas)
-        self.models, self.calls = ModelStore(self.store), CallStore(self.store)
-        self.jobs = JobStore(self.store, keep_progress=settings.keep_progress)
+        self.models, self.calls = models.ModelStore(self.store), calls.CallStore(self.store)
+        self.jobs = jobs.JobStore(self.store, keep_progress=settings.keep_progress)
         self.checkpoints = Checkpoints(settings.root)
         self.metrics = Metrics()
         self.serving = Serving(self.models, self.checkpoints, settings, open_engine, around_open)
@@ -108,15 +105,15 @@ class State:
 
     async def _prune(self) -> None:
         """Delete what is older or larger than the settings allow; close idle runs and engines."""
-        settings, calls, jobs = self.settings, self.calls, self.jobs
+        settings = self.settings
         bounds = {"max_age_s": settings.keep_calls_s, "max_bytes": settings.keep_calls_bytes}
-        for run in await asyncio.to_thread(calls.close_idle_runs, settings.idle_run_s):
+        for run in await asyncio.to_thread(self.calls.close_idle_runs, settings.idle_run_s):
             say("run closed: it was idle", run=run, idle_s=settings.idle_run_s)
-        if deleted := await asyncio.to_thread(calls.prune, **bounds):
+        if deleted := await asyncio.to_thread(self.calls.prune, **bounds):
             say("calls pruned", calls=deleted)
-        if deleted := await asyncio.to_thread(jobs.prune, **bounds):
+        if deleted := await asyncio.to_thread(self.jobs.prune, **bounds):
             say("groups of ended jobs pruned", jobs=deleted)
-        await asyncio.to_thread(jobs.prune_events, max_age_s=settings.keep_events_s)
+        await asyncio.to_thread(self.jobs.prune_events, max_age_s=settings.keep_events_s)
         logged = (prune_groups, settings.root, settings.keep_trajectories_bytes)
         if deleted := await asyncio.to_thread(*logged):
             say("logged trajectories pruned", files=deleted)

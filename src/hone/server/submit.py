@@ -16,7 +16,6 @@ from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.choice_calls import Start
-from hone.server.job_tasks import Head, Invalid, Parsed
 from hone.server.model_args import train_config
 from hone.server.state import State
 from hone.trajectory import JobRequest
@@ -29,14 +28,14 @@ Run = Callable[..., Awaitable[Any]]
 @asynccontextmanager
 async def reading(
     state: State, kind: type[Any], body: bytes, release: Callable[[], None]
-) -> AsyncIterator[tuple[Run, Head]]:
+) -> AsyncIterator[tuple[Run, job_tasks.Head]]:
     """Read a body, in a worker process if it is large; that process is reserved for the block.
 
     `release` is called when the body is no longer needed.
     """
     run: Any
     if len(body) <= state.settings.large_body_bytes:
-        run = partial(asyncio.to_thread, job_tasks.call, Parsed())
+        run = partial(asyncio.to_thread, job_tasks.call, job_tasks.Parsed())
         yield run, _checked(await run(job_tasks.read, kind, body))
         return
     async with state.workers.worker() as worker:
@@ -46,8 +45,8 @@ async def reading(
         yield run, head
 
 
-def _checked(head: Head | Invalid) -> Head:
-    if isinstance(head, Invalid):
+def _checked(head: job_tasks.Head | job_tasks.Invalid) -> job_tasks.Head:
+    if isinstance(head, job_tasks.Invalid):
         raise RequestValidationError(head.errors)
     return head
 

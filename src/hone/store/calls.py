@@ -270,41 +270,32 @@ class CallStore:
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
         """Delete calls that are too old, then the oldest beyond the size; never one still needed."""
-        before = time.time() - max_age_s
-        pruned = 0
-        while gone := self._prune_some(before=before)[0]:
-            pruned += gone
+        before, pruned = time.time() - max_age_s, 0
         (row,) = self._store.query("SELECT coalesce(sum(size), 0) AS n FROM calls")
         excess = row["n"] - max_bytes
-        while excess > 0:
-            gone, freed = self._prune_some(excess=excess)
-            if not gone:
-                break
-            pruned += gone
-            excess -= freed
+        while sizes := self._prune_some(before, excess):
+            pruned += len(sizes)
+            excess -= sum(sizes)
         return pruned
 
-    def _prune_some(
-        self, *, before: float = float("inf"), excess: float = float("inf")
-    ) -> tuple[int, int]:
-        """Delete a few of the oldest calls; returns how many, and their bytes."""
+    def _prune_some(self, before: float, excess: int) -> list[int]:
+        """Delete a few of the oldest calls; returns their bytes."""
+        doomed: dict[int, int] = {}
         with self._store.transaction() as db:
             rows = db.execute(
-                f"SELECT seq, size FROM calls WHERE created_at < ? AND {_FREE} "
+                f"SELECT seq, size, created_at FROM calls WHERE created_at < ? AND {_FREE} "
                 "ORDER BY created_at LIMIT ?",
-                (before, _PRUNED_AT_ONCE),
+                (float("inf") if excess > 0 else before, _PRUNED_AT_ONCE),
             ).fetchall()
-            doomed: list[int] = []
-            freed = 0
-            for seq, size in rows:
-                if freed >= excess:
+            for seq, size, created_at in rows:
+                if created_at >= before and excess <= 0:
                     break
-                doomed.append(seq)
-                freed += size
-            self._make_children_whole(db, doomed)
-            gone = (json.dumps(doomed),)
+                doomed[seq] = size
+                excess -= size
+            self._make_children_whole(db, list(doomed))
+            gone = (json.dumps(list(doomed)),)
             db.execute("DELETE FROM calls WHERE seq IN (SELECT value FROM json_each(?))", gone)
-        return len(doomed), freed
+        return list(doomed.values())
 
     def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
         children = db.execute(

@@ -20,10 +20,9 @@ from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
 from hone.models.wheels import WHEELS
-from hone.store import models
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
 from hone.store.database import Store
-from hone.store.models import ModelRecord, ModelStore
+from hone.store.models import SCHEMA, ModelRecord, ModelStore
 
 _AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
 _HUB_CACHE = re.compile(r"models--(.+?)--(.+)")
@@ -62,7 +61,7 @@ def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
     match = _AT.fullmatch(name)
     if match is None:
         raise NotFound(f"{name!r}: expected NAME, NAME@N, NAME@latest or NAME@best")
-    with closing(Store(state, (models.SCHEMA,))) as store:
+    with closing(Store(state, (SCHEMA,))) as store:
         record = ModelStore(store).find(match["name"])
     checkpoints, at = Checkpoints(root), match["at"]
     if at in (None, "latest"):

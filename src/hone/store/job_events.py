@@ -20,7 +20,7 @@ from typing import Any
 from hone.store.database import Store
 from hone.types import JobEvent, JobInfo, JobState
 
-SCHEMA = """
+EVENTS_SCHEMA = """
 CREATE TABLE IF NOT EXISTS job_events (
     job TEXT NOT NULL REFERENCES jobs (id),
     id INTEGER NOT NULL,
@@ -33,8 +33,6 @@ CREATE TABLE IF NOT EXISTS job_events (
 
 LOST = 2**24
 """More ids than a server can have sent since it wrote its last event."""
-
-Events = list[JobEvent]
 
 
 class JobEvents:
@@ -49,7 +47,7 @@ class JobEvents:
         (row,) = store.query("SELECT coalesce(max(id), 0) AS id FROM job_events")
         self._last = max(row["id"] + LOST, int(time.time() * 1e6))
         self._progress: deque[JobEvent] = deque(maxlen=keep_progress)
-        self.unwritten: Events = []
+        self.unwritten: list[JobEvent] = []
         """Durable events that a failing disk refused."""
         self._listeners: set[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
@@ -79,7 +77,7 @@ class JobEvents:
             )
             return cursor.rowcount
 
-    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> Events:
+    def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events with a larger id than `after`, in order."""
         # Memory first: an event that is written meanwhile is then read twice, and not never.
         with self.lock:

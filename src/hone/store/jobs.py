@@ -20,10 +20,9 @@ from sqlite3 import Connection
 from typing import Any, get_args
 
 from hone.errors import BadRequest, Conflict, NotFound, StorageError
-from hone.store import job_events
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
-from hone.store.job_events import JobEvents, event_of_move
+from hone.store.job_events import EVENTS_SCHEMA, JobEvents, event_of_move
 from hone.store.models import ModelRecord
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
 
@@ -44,7 +43,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, base_model, place);
 """
-    + job_events.SCHEMA
+    + EVENTS_SCHEMA
 )
 
 NEXT: dict[JobState, tuple[JobState, ...]] = {
