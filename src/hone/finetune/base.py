@@ -26,8 +26,8 @@ from hone.config.base import (
 from hone.config.build import Served
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, NotInThisVersion
-from hone.evaluation.base import EvalInputItem, EvalOutputItem
-from hone.evaluation.run import Evaluation, EvaluationRunOutput, ItemResult
+from hone.evaluation.base import EvalOutputItem
+from hone.evaluation.run import Evaluation, EvaluationRunOutput
 from hone.event_log import EventLog
 from hone.finetune.calls import ModelServer, TrainedCalls
 from hone.finetune.journal import Journal
@@ -72,15 +72,11 @@ __all__ = [
 
 
 class TrialRollouts(Protocol):
-    """Runs single rollouts, so that preflight can see what they would give.
+    """Says what is trained of a rollout, so that preflight can check it.
 
     A trajectory builder that can do so names it in `trial`. Its runs then get every check of
     preflight.
     """
-
-    async def run_item(self, item: EvalInputItem, rollout: str, reward: str | None) -> ItemResult:
-        """One rollout under this id, scored by the evaluator `reward`."""
-        ...
 
     async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
         """Which of its calls would be trained; `seen` are those that this process made."""
@@ -102,7 +98,7 @@ class TrajectoryBuilder(ABC):
         self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
         """Tasks of `start_run`, by run id."""
         self.trial: TrialRollouts | None = None
-        """Runs single rollouts for preflight; None if the builder cannot."""
+        """Selects the calls of preflight's rollouts; None if the builder cannot."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config

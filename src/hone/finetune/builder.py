@@ -27,7 +27,7 @@ from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.config.schema import Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
-from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.base import EvalOutputItem
 from hone.evaluation.run import ItemResult
 from hone.finetune.base import (
     ModelServer,
@@ -50,7 +50,7 @@ from hone.finetune.curriculum import group_by_example
 from hone.finetune.records import append_line, failure_record, reward_or_substitute
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
-from hone.finetune.rollouts import Rollouts, evaluators_marked
+from hone.finetune.rollouts import Rollouts
 from hone.rollout_record import RolloutRecord
 from hone.tally import run_together
 from hone.trajectory import failure_of
@@ -222,14 +222,6 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         )
 
     # ---- one rollout ----------------------------------------------------------------------------
-
-    async def run_item(self, item: EvalInputItem, rollout: str, reward: str | None) -> ItemResult:
-        """Run and score one rollout for preflight."""
-        evaluators = None if reward is None else [reward]
-        with evaluators_marked(self.bound_evaluation):
-            return await self.bound_evaluation.run_item(
-                item, rollout=rollout, evaluators=evaluators
-            )
 
     async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
         """The calls that are trained: recorded by the server, or seen by this process."""

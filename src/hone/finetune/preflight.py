@@ -21,7 +21,6 @@ from hone.config.build import Builder, Served
 from hone.config.policy import address_of
 from hone.config.schema import Document
 from hone.errors import HoneError
-from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.finetune.adapter import NO_CONNECTION
 from hone.finetune.base import ModelServer, TrainerAdapter, TrajectoryBuilder, TrialRollouts
@@ -33,6 +32,7 @@ from hone.finetune.calls import (
     unscoped_message,
 )
 from hone.finetune.plan import plan
+from hone.finetune.rollouts import evaluators_marked
 from hone.tally import run_together
 from hone.types import Failure
 from hone.workflow.llm import LLM
@@ -97,7 +97,7 @@ async def preflight(
             checks += await _llms(document, builder, server, served, run_id)
     trial = trajectory_builder.trial
     if trial is not None and not failures(checks):
-        trials = _Trials(document, trainer_adapter, evaluation.items[0], run_id)
+        trials = _Trials(document, trainer_adapter, evaluation, run_id)
         checks += await trials.checks(trial)
     planned = plan(document, len(evaluation.items))
     return [*checks, Check("movement", True, str(planned), warning=planned.is_too_small)]
@@ -219,10 +219,11 @@ class _Trials:
     """The checks that run one example twice."""
 
     def __init__(
-        self, document: Document, adapter: TrainerAdapter, item: EvalInputItem, run_id: str
+        self, document: Document, adapter: TrainerAdapter, evaluation: Evaluation, run_id: str
     ) -> None:
         self._config, self._adapter = document.finetuning, adapter
-        self._item, self._example, self._run_id = item, f"example {item.id!r}", run_id
+        self._evaluation, self._run_id = evaluation, run_id
+        self._example = f"example {evaluation.items[0].id!r}"
 
     async def checks(self, trial: TrialRollouts) -> list[Check]:
         """The checks in the order of their dependencies; stops at the first that fails."""
@@ -230,8 +231,10 @@ class _Trials:
         before = await count_unscoped(server, self._run_id)
         draw = secrets.token_hex(6)
         ids = [f"{self._run_id}:preflight.{draw}.{i}" for i in (0, 1)]
-        reward = self._config.reward_name
-        results = await run_together(trial.run_item(self._item, id, reward) for id in ids)
+        evaluation = self._evaluation
+        with evaluators_marked(evaluation):
+            runs = [evaluation.run_item(evaluation.items[0], rollout=id) for id in ids]
+            results = await run_together(runs)
         checks = [self._ran(results)]
         if not failures(checks):
             both = [
