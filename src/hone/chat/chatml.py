@@ -156,13 +156,16 @@ def recognise(own: Jinja) -> ChatML | None:
     head = bare[: -len(turns_text([_USER], generation_prompt=False))]
     default_system = head.removeprefix(f"{START}system\n").removesuffix(f"{END}\n") or None
     own_tools = rendered([_USER], [PROBE_TOOL], False) != bare
-    for messages, tools in (*_CONVERSATIONS, *(_TOOL_CONVERSATIONS if own_tools else ())):
-        for generation_prompt in (False, True):
-            ours = chatml_text(
-                messages, tools, default_system=default_system, generation_prompt=generation_prompt
-            )
-            if rendered(messages, tools, generation_prompt) != ours:
-                return None
+    agrees = all(
+        rendered(messages, tools, generation_prompt)
+        == chatml_text(
+            messages, tools, default_system=default_system, generation_prompt=generation_prompt
+        )
+        for messages, tools in (*_CONVERSATIONS, *(_TOOL_CONVERSATIONS if own_tools else ()))
+        for generation_prompt in (False, True)
+    )
+    if not agrees:
+        return None
     return ChatML(tokenizer, end, default_system, own_tools, tuple(own.kwargs), own.prints_date)
 
 

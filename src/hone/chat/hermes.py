@@ -17,9 +17,9 @@ from hone.wire.json import load_object, object_or_none
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACE = " \t\n\r"
 _HEAD = re.compile(
-    r' \{ "name" : ("(?:[^"\\\x00-\x1f]|\\.)*") , "arguments" : '.replace(" ", _SPACE.pattern)
+    r' \{ "name" : ("(?:[^"\\\x00-\x1f]|\\.)*") , "arguments" : '.replace(" ", f"[{_SPACE}]*")
 )
 _MARK = re.compile(rf'\\["\\]|["{{}}\[\]\x00-\x1f]|{CLOSE_CALL}')
 
@@ -134,26 +134,19 @@ class HermesCall:
 
     def _continues(self, text: str, position: int) -> bool:
         """Whether to read on after the string; ends the call where the JSON is broken."""
-        space = _SPACE.match(text, position)
-        assert space is not None
-        if space.end() == len(text):
+        following = text[position:].lstrip(_SPACE)
+        if not following:
             return False
         self._string_ended = False
-        if text[space.end()] not in ",:}]":
+        if following[0] not in ",:}]":
             self._end = self._quoted_tag
         return self._end is None
 
     def _begin(self, head: str) -> None:
         """Begin the call if the text before its first inner object says so."""
         match = _HEAD.fullmatch(head)
-        if match is None:
-            return
-        try:
-            name = json.loads(match[1])
-            name.encode()  # raises for half of a surrogate pair
-        except ValueError:
-            return
-        if name:
+        parsed = object_or_none(f'{{"name": {match[1]}}}') if match else None
+        if parsed and (name := parsed["name"]):
             self.name, self._arguments_start, self._sent = name, len(head), len(head)
 
     def _before(self, at: int, text: str) -> str:
@@ -176,19 +169,13 @@ def parse_call(body: str) -> tuple[str, str]:
 def _members(body: str) -> Iterator[tuple[str, str]]:
     """The keys of a JSON object, each with the text of its value."""
     decoder = json.JSONDecoder()
-    position = body.index("{")
-    while body[position] != "}":
-        key, position = decoder.raw_decode(body, _skip(body, position + 1))
-        start = _skip(body, _skip(body, position) + 1)
-        _, end = decoder.raw_decode(body, start)
-        yield key, body[start:end]
-        position = _skip(body, end)
-
-
-def _skip(text: str, position: int) -> int:
-    space = _SPACE.match(text, position)
-    assert space is not None
-    return space.end()
+    rest = body.lstrip(_SPACE + "{")
+    while not rest.startswith("}"):
+        key, end = decoder.raw_decode(rest)
+        rest = rest[end:].lstrip(_SPACE + ":")
+        _, end = decoder.raw_decode(rest)
+        yield key, rest[:end]
+        rest = rest[end:].lstrip(_SPACE + ",")
 
 
 def without_partial(text: str, tags: Sequence[str]) -> str:

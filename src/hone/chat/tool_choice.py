@@ -8,7 +8,7 @@ of it where calls are required, or functions are strict.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -111,11 +111,10 @@ class ToolChoice:
 
 
 def _function_name(choice: Any) -> str | None:
-    if not isinstance(choice, Mapping) or choice.get("type") != "function":
-        return None
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -289,24 +289,25 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 def _tools(body: _Body) -> tuple[list[dict[str, Any]] | None, Any]:
     """The tools and the tool_choice of a chat completion."""
     tools = [chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    choice = body.tool_choice
-    if not isinstance(choice, dict):
-        return tools or None, choice
-    if choice.get("type") == "function":
-        return tools or None, {"type": "function", "function": {"name": choice.get("name")}}
-    allowed = choice.get("tools")
-    if choice.get("type") != "allowed_tools" or not isinstance(allowed, list):
-        raise invalid_value(
-            "tool_choice",
-            f"{brief(choice)} is not in this version; send 'auto', 'none', 'required', "
-            "{'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'mode': ..., "
-            "'tools': [...]}",
-        )
-    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
-    shown = [tool for tool in tools if tool["function"]["name"] in names]
-    if not names or len({tool["function"]["name"] for tool in shown}) < len(set(map(str, names))):
-        raise invalid_value("tool_choice.tools", f"expected names of tools, got {brief(allowed)}")
-    return shown, choice.get("mode")
+    match body.tool_choice:
+        case {"type": "allowed_tools", "tools": list(allowed), **choice}:
+            names = {str(tool.get("name")) for tool in allowed if isinstance(tool, dict)}
+            shown = [tool for tool in tools if tool["function"]["name"] in names]
+            if not names or names != {tool["function"]["name"] for tool in shown}:
+                message = f"expected names of tools, got {brief(allowed)}"
+                raise invalid_value("tool_choice.tools", message)
+            return shown, choice.get("mode")
+        case {"type": "function", **choice}:
+            return tools or None, {"type": "function", "function": {"name": choice.get("name")}}
+        case dict(choice):
+            raise invalid_value(
+                "tool_choice",
+                f"{brief(choice)} is not in this version; send 'auto', 'none', 'required', "
+                "{'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'mode': ..., "
+                "'tools': [...]}",
+            )
+        case choice:
+            return tools or None, choice
 
 
 def chat_tool(tool: Any, where: str) -> dict[str, Any]:
