@@ -76,7 +76,7 @@ class MessageWriter:
                 answer.message, signature=answer.call_id, hidden=self._hidden
             ),
             **self._stop(answer),
-            **answer.recorded,
+            **answer.hone_fields,
         }
 
     def delta(
@@ -96,7 +96,7 @@ class MessageWriter:
             "delta": self._stop(answer),
             "usage": self._usage(sampled),
             "policy_step": self._head.policy_step,
-            **answer.recorded,
+            **answer.hone_fields,
         }
         opening = self.delta(0, (), None)
         return [*opening, *self._blocks.close(), last, {"type": "message_stop"}]
@@ -116,7 +116,7 @@ class MessageWriter:
             "stop_sequence": None,
             "usage": self._usage(sampled),
             "call_id": head.call_id,
-            **head.recorded,
+            **head.hone_fields,
         }
 
     def _stop(self, answer: Answer) -> dict[str, Any]:

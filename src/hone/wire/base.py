@@ -54,8 +54,8 @@ class AnswerHead:
     """Keys of the request that change nothing for this model."""
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """What hone adds to a response of any dialect, of the prompt."""
+    def hone_fields(self) -> dict[str, Any]:
+        """What hone adds to a response of any dialect, about the prompt."""
         prompt = {"prompt_token_ids": self.prompt_ids, "policy_step": self.policy_step}
         return prompt | ({"not_applicable": self.not_applicable} if self.not_applicable else {})
 
@@ -80,8 +80,8 @@ class Answer:
     """The stop string that ended it, if one did."""
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """What hone adds to a response of any dialect, of the answer."""
+    def hone_fields(self) -> dict[str, Any]:
+        """What hone adds to a response of any dialect, about the answer."""
         answer = {"token_ids": self.token_ids, "call_id": self.call_id}
         return answer | ({"malformed": list(self.malformed)} if self.malformed else {})
 

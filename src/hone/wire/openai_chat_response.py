@@ -37,7 +37,7 @@ class CompletionWriter:
         pairs = zip(answers, contents, strict=True)
         choices = [self._end(answer, content, answer.logprobs) for answer, content in pairs]
         head = self._fields("chat.completion")
-        return {**head, "choices": choices, "usage": self._usage(answers), **self._head.recorded}
+        return {**head, "choices": choices, "usage": self._usage(answers), **self._head.hone_fields}
 
     def delta(
         self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
@@ -61,7 +61,7 @@ class CompletionWriter:
     def end(self, answers: Sequence[Answer]) -> list[Event]:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         events: list[Event] = [
-            self._chunk([self._end(answer, empty, None)]) | self._head.recorded
+            self._chunk([self._end(answer, empty, None)]) | self._head.hone_fields
             for answer in answers
         ]
         if self._include_usage:
@@ -81,7 +81,7 @@ class CompletionWriter:
         """A whole choice, or its last chunk, with what hone adds."""
         choice = self._choice(answer.index, content, logprobs, 0)
         choice |= {"finish_reason": answer.finish, "policy_step": self._head.policy_step}
-        return choice | answer.recorded
+        return choice | answer.hone_fields
 
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: Logprobs | None, offset: int

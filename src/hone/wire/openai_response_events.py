@@ -186,7 +186,7 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": len(head.prompt_ids) + sampled,
         }
-        response |= head.recorded | answer.recorded
+        response |= head.hone_fields | answer.hone_fields
         if logprobs is not None:
             response["token_logprobs"] = [entry["logprob"] for entry in logprobs]
         return response
