@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from hone.wire import anthropic_blocks
 from hone.wire.anthropic_blocks import INVALID_JSON, BlockWriter, chat_messages, message_blocks
-from hone.wire.anthropic_response import chat_completion, join_message
+from hone.wire.anthropic_response import chat_completion
 from hone.wire.json import load_object
+from hone.wire.stream import join_message
 
 Delta = dict[str, Any]
 

@@ -21,7 +21,6 @@ from hone.wire.anthropic_messages import (
 )
 from hone.wire.base import Answer, AnswerHead, Dialect, Event, Logprobs
 from hone.wire.errors import rename_key
-from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import assistant_message, tool_call, usage
 
 _ERROR_TYPES = {
@@ -157,34 +156,6 @@ COUNT = replace(
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def join_message(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The events of a stream as the message it would have been without streaming."""
-    message: dict[str, Any] = {}
-    blocks: dict[int, dict[str, Any]] = {}
-    for event in events:
-        kind, index = event.get("type"), event.get("index", 0)
-        if kind == "message_start":
-            message |= event.get("message") or {}
-        elif kind == "content_block_start":
-            blocks[index] = dict(event.get("content_block") or {})
-        elif kind == "content_block_delta":
-            _add_delta(blocks.setdefault(index, {}), event.get("delta") or {})
-        elif kind == "message_delta":
-            known = {k: v for k, v in event.items() if k not in ("type", "delta", "usage")}
-            used = {**(message.get("usage") or {}), **(event.get("usage") or {})}
-            message |= {**(event.get("delta") or {}), **known, "usage": used}
-    for block in blocks.values():
-        if written := block.pop("partial_json", ""):
-            block["input"] = object_or_empty(written.encode())
-    return message | {"content": [blocks[index] for index in sorted(blocks)]}
-
-
-def _add_delta(block: dict[str, Any], delta: dict[str, Any]) -> None:
-    for key, value in delta.items():
-        if key != "type" and isinstance(value, str):
-            block[key] = value if key == "signature" else block.get(key, "") + value
-
-
 def chat_completion(message: dict[str, Any]) -> dict[str, Any]:
     """A message, of hone or of another server, in the shape of a chat completion."""
     blocks = [block for block in message.get("content") or () if isinstance(block, dict)]
@@ -214,7 +185,5 @@ def _chat_usage(used: Mapping[str, Any]) -> dict[str, int]:
     """Cached tokens are tokens of the prompt that `input_tokens` does not count."""
     counts = {key: value for key, value in used.items() if isinstance(value, int)}
     inputs = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    prompt, answer = sum(counts.get(key, 0) for key in inputs), counts.get("output_tokens", 0)
-    if not counts:
-        return {}
-    return usage(prompt, answer)
+    prompt = sum(counts.get(key, 0) for key in inputs)
+    return usage(prompt, counts.get("output_tokens", 0)) if counts else {}

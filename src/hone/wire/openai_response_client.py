@@ -1,13 +1,13 @@
 """The Responses API of any server in the shape of chat completions: write a request, read the rest.
 
-In:   a request for a chat completion; requests, responses and streams that passed over the wire
+In:   a request for a chat completion; requests and responses that passed over the wire
 Out:  the body of /v1/responses; messages, and the shape of a chat completion
 
 Reading never raises over what a server or a client sent: what no chat can hold is left out, or stays
 as it was.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hone.errors import BadRequest
@@ -29,9 +29,9 @@ def response_request(chat: Mapping[str, Any]) -> dict[str, Any]:
     body["input"] = [{k: v for k, v in item.items() if k not in ("id", "status")} for item in items]
     if tools := body.get("tools"):
         body["tools"] = [response_tool(tool) for tool in tools]
-    choice = body.get("tool_choice")
-    if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
-        body["tool_choice"] = {"type": "function", **choice["function"]}
+    match body.get("tool_choice"):
+        case {"function": {**function}}:
+            body["tool_choice"] = {"type": "function", **function}
     if (form := body.pop("response_format", None)) is not None:
         body["text"] = {"format": {"type": form["type"], **form.get("json_schema", {})}}
     if body.pop("logprobs", False):
@@ -80,9 +80,9 @@ def read_response(response: Mapping[str, Any]) -> dict[str, Any]:
 def _read_output(output: list[Any]) -> dict[str, Any]:
     """The assistant message, as far as a chat message can hold it."""
     items = [item for item in output if isinstance(item, dict)]
-    texts = [_texts(item, "content") for item in items if item.get("type") == "message"]
+    texts = [text_of(item, "content") for item in items if item.get("type") == "message"]
     thoughts = [
-        _texts(item, "content") or _texts(item, "summary")
+        text_of(item, "content") or text_of(item, "summary")
         for item in items
         if item.get("type") == "reasoning"
     ]
@@ -94,7 +94,8 @@ def _read_output(output: list[Any]) -> dict[str, Any]:
     return assistant_message("".join(texts), calls, thoughts)
 
 
-def _texts(item: dict[str, Any], key: str) -> str:
+def text_of(item: Mapping[str, Any], key: str) -> str:
+    """The text of the parts of an item."""
     parts = item.get(key)
     parts = parts if isinstance(parts, list) else []
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
@@ -109,30 +110,3 @@ def read_tools(body: Mapping[str, Any]) -> list[Any] | None:
         return [chat_tool(tool, "tools") for tool in tools]
     except BadRequest:
         return tools
-
-
-def join_response(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The response of a stream; of one that was cut off, the items as far as they came."""
-    response: dict[str, Any] = {}
-    items: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if isinstance(event.get("response"), dict):
-            response = event["response"]
-        kind, place = str(event.get("type")), event.get("output_index")
-        if not isinstance(place, int):
-            continue
-        if isinstance(event.get("item"), dict):
-            items[place] = dict(event["item"])
-        elif kind.endswith(".delta") and isinstance(event.get("delta"), str):
-            _grow(items.setdefault(place, {}), kind, event["delta"])
-    if not response.get("output"):
-        response = {**response, "output": [items[place] for place in sorted(items)]}
-    return response
-
-
-def _grow(item: dict[str, Any], kind: str, delta: str) -> None:
-    if kind == "response.function_call_arguments.delta":
-        item["arguments"] = str(item.get("arguments") or "") + delta
-    elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
-        before = _texts(item, "content")
-        item["content"] = [{"text": before + delta}]

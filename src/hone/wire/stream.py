@@ -1,4 +1,4 @@
-"""Server-sent events of the OpenAI API: written, read, and joined into one response.
+"""Server-sent events of every dialect: written, read, and joined into one response.
 
 In:   JSON objects to send; the bytes of a streamed response
 Out:  the bytes of events; the response as it would have been without streaming
@@ -8,20 +8,19 @@ choice that it does not know. hone's servers and vLLM send `token_ids` there.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hone.wire.anthropic_response import join_message
 from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
-from hone.wire.openai_response_client import join_response
+from hone.wire.openai_response_client import text_of
 
 _END = re.compile(
     rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M
 )
 """The last event of a stream: of chat completions and completions, of responses, of messages."""
-_REPLACED = ("role", "type", "id", "call_id", "finish_reason", "stop_reason")
-"""Strings of a choice that come whole, as often as a server likes to repeat them."""
+_REPLACED = ("role", "type", "id", "call_id", "finish_reason", "stop_reason", "signature")
+"""Strings that come whole, as often as a server likes to repeat them."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -118,3 +117,56 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = before + value
         else:
             whole[key] = value
+
+
+# ---- other dialects ----------------------------------------------------------------------------
+
+
+def join_message(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The events of a stream as the message it would have been without streaming."""
+    message: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Any]] = {}
+    for event in events:
+        kind, index = event.get("type"), event.get("index", 0)
+        if kind == "message_start":
+            message |= event.get("message") or {}
+        elif kind == "content_block_start":
+            blocks[index] = dict(event.get("content_block") or {})
+        elif kind == "content_block_delta":
+            delta = {k: v for k, v in (event.get("delta") or {}).items() if k != "type"}
+            _add(blocks.setdefault(index, {}), delta)
+        elif kind == "message_delta":
+            known = {k: v for k, v in event.items() if k not in ("type", "delta", "usage")}
+            used = {**(message.get("usage") or {}), **(event.get("usage") or {})}
+            message |= {**(event.get("delta") or {}), **known, "usage": used}
+    for block in blocks.values():
+        if written := block.pop("partial_json", ""):
+            block["input"] = object_or_empty(written.encode())
+    return message | {"content": [blocks[index] for index in sorted(blocks)]}
+
+
+def join_response(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The response of a stream; of one that was cut off, the items as far as they came."""
+    response: dict[str, Any] = {}
+    items: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event.get("response"), dict):
+            response = event["response"]
+        kind, place = str(event.get("type")), event.get("output_index")
+        if not isinstance(place, int):
+            continue
+        if isinstance(event.get("item"), dict):
+            items[place] = dict(event["item"])
+        elif kind.endswith(".delta") and isinstance(event.get("delta"), str):
+            _grow(items.setdefault(place, {}), kind, event["delta"])
+    if not response.get("output"):
+        response = {**response, "output": [items[place] for place in sorted(items)]}
+    return response
+
+
+def _grow(item: dict[str, Any], kind: str, delta: str) -> None:
+    if kind == "response.function_call_arguments.delta":
+        item["arguments"] = str(item.get("arguments") or "") + delta
+    elif kind in ("response.output_text.delta", "response.reasoning_text.delta"):
+        before = text_of(item, "content")
+        item["content"] = [{"text": before + delta}]
