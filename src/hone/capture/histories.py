@@ -23,8 +23,8 @@ from hone.trajectory import History, Trajectory, get_messages
 class TrajectoryRecorder(Recorder):
     """Puts each answered call into a trajectory, as soon as its last byte is there."""
 
-    def __init__(self, only: Callable[[SeenCall], bool] | None = None) -> None:
-        """`only`: the calls to put into the trajectory; all by default."""
+    def __init__(self, only: Callable[[SeenCall], bool] | None) -> None:
+        """`only`: the calls to put into the trajectory; None for all."""
         super().__init__(on_end=self._add)
         self.trajectory = Trajectory()
         self._only = only

@@ -47,7 +47,7 @@ class Exchange:
         sent: bytes,
         recorder: Recorder,
         *,
-        is_message: bool = False,
+        is_message: bool,
     ) -> None:
         """`is_message`: the request is one of the Anthropic Messages API."""
         self.index, self.function, self.host, self.sent = index, function, host, sent

@@ -165,7 +165,7 @@ class WholeParser:
         tools: Sequence[dict[str, Any]],
         stop: Sequence[str],
         seed: str,
-        end_ids: Sequence[int] = (),
+        end_ids: Sequence[int],
     ) -> None:
         self._library = library
         self._unread = frozenset(end_ids) - frozenset(library.stop_ids)

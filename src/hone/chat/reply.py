@@ -124,8 +124,8 @@ class StreamParser:
         tools: bool = False,
         thinks: bool = False,
         reasoning_open: bool = False,
-        stop: Sequence[str] = (),
-        seed: str = "",
+        stop: Sequence[str],
+        seed: str,
     ) -> None:
         """`reasoning_open`: the prompt has already opened the reasoning. `seed` names the call."""
         self._decoder = decoder

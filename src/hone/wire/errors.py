@@ -83,7 +83,7 @@ def error_message(body: dict[str, Any]) -> str | None:
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)
 
 
-def bad_request(error: ValidationError, kind: str, known: Iterable[str] = ()) -> BadRequest:
+def bad_request(error: ValidationError, kind: str, known: Iterable[str]) -> BadRequest:
     """The first wrong key of a request; `kind` is what has the keys, `known` are their names."""
     where, message = first_problem(error)
     problem, code = error.errors(include_url=False)[0], "invalid_value"
