@@ -15,9 +15,11 @@ from hone.learner.body import BODY, DecoderBody, load_body, runs_own_decoder
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import pack
+from hone.models import lora_linear
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
 from hone.models.lora import Lora
+from hone.models.lora_linear import LONG, LoraLinear
 from hone.models.shape import restricted
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
@@ -166,6 +168,57 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
     assert all(torch.equal(grads[0], other) for other in grads[1:])
     assert list(activations.values()) == sorted(activations.values(), reverse=True)
     assert len(set(activations.values())) == len(activations)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 16), (16, 48), (16, 16)])
+def test_one_product_has_the_gradients_of_two(outputs: int, inputs: int):
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    linear = LoraLinear(torch.nn.Linear(inputs, outputs).double().requires_grad_(False))
+    x, linear.a, linear.b = drawn(1, LONG, inputs), drawn(6, inputs), drawn(outputs, 3)
+    linear.first, linear.scale = 3, 0.5
+    leaves = [leaf.requires_grad_() for leaf in (x, linear.a, linear.b)]
+    weights = drawn(1, LONG, outputs)
+    results = []
+    for linear.one_product in (False, True):
+        y = linear(x)
+        assert ("OneProduct" in type(y.grad_fn).__name__) is linear.one_product
+        results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
+    for two, one in zip(*results, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_a_compiled_feed_forward_part_that_is_recomputed_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(lora_linear, "LONG", 1)
+    model = BY_NAME["Qwen2.5"].model()
+    body = TransformersBody(model, raw=model.config.to_dict())
+    (part,) = body._feed_forward[0]
+    compiled = torch.compile(part, dynamic=False, backend="aot_eager_decomp_partition")
+    body._lora.attach(random_lora(body, torch.float32))
+    x = torch.randn(1, 64, model.config.hidden_size).requires_grad_()
+    kept, grads = [], []
+    for part.recompute in (False, True):
+        for linear in part.linears:
+            linear.one_product = not part.recompute
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = compiled(x)
+        kept.append(sum(sizes.values()))
+        grads += torch.autograd.grad(y.square().sum(), x)
+    inner = 4 * x.shape[1] * model.config.intermediate_size
+    assert kept[0] - kept[1] >= 2 * inner, (kept, inner)  # at least gate and up
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

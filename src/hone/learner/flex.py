@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hone.learner.trie import PackedRow
@@ -105,55 +106,65 @@ def padded(row: PackedRow, length: int) -> PackedRow:
     )
 
 
-def block_mask(leave: Tensor, depth: Tensor, window: int | None) -> Any:
+def block_mask(
+    leave: Tensor, depth: Tensor, window: int | None, device: torch.device | str = "cpu"
+) -> Any:
     """The BlockMask of a row whose length is a multiple of BLOCK.
 
     Made from each block's extremes: whether any pair is visible (or, with a window, may be) and whether
-    all are. `create_block_mask` would compute every pair.
+    all are. `create_block_mask` would compute every pair. Made on the CPU and then moved, because so many
+    small operations take longer on a GPU.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     length = len(leave)
     assert length % BLOCK == 0, f"{length} tokens are not a multiple of {BLOCK}"
-    blocks = leave.view(-1, BLOCK)
-    low, high = blocks.amin(1), blocks.amax(1)
-    start = torch.arange(0, length, BLOCK, device=leave.device)
+    blocks = leave.numpy().reshape(-1, BLOCK)
+    start = np.arange(0, length, BLOCK)
     query, key = start[:, None], start[None, :]
     below = key < query
-    some = (below & (high[None, :] > query)) | (key == query)
-    whole = below & (low[None, :] >= query + BLOCK)
+    some = (below & (blocks.max(1)[None, :] > query)) | (key == query)
+    whole = below & (blocks.min(1)[None, :] >= query + BLOCK)
     if window is not None:
-        depths = depth.view(-1, BLOCK)
-        shallow, deep = depths.amin(1), depths.amax(1)
+        depths = depth.numpy().reshape(-1, BLOCK)
+        shallow, deep = depths.min(1), depths.max(1)
         some &= (shallow[:, None] - deep[None, :] < window) | (key == query)
         whole &= deep[:, None] - shallow[None, :] < window
-    partial_count, partial_blocks = _ordered(some & ~whole)
-    whole_count, whole_blocks = _ordered(whole)
-    leave, depth = (
-        leave.int(),
-        depth.int(),
-    )  # the kernels read them for every pair of a partial block
+    lists = [
+        values
+        for dense in (some & ~whole, whole, (some & ~whole).T, whole.T)
+        for values in _ordered(dense)
+    ]
+    partial, partial_at, full, full_at, queries, queries_at, full_queries, full_queries_at = (
+        torch.from_numpy(values).to(device) for values in lists
+    )
+    # Of 32 bits: the kernels read them for every pair of a partial block.
+    ends, levels = leave.to(device, torch.int32), depth.to(device, torch.int32)
     visible = (
-        trie_mask(leave)
+        trie_mask(ends)
         if window is None
-        else windowed_trie_mask(leave, depth, torch.tensor(window, device=leave.device).int())
+        else windowed_trie_mask(ends, levels, torch.tensor(window, device=device).int())
     )
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_blocks,
-        whole_count,
-        whole_blocks,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
+    return BlockMask(
         seq_lengths=(length, length),
+        kv_num_blocks=partial,
+        kv_indices=partial_at,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_at,
+        q_num_blocks=queries,
+        q_indices=queries_at,
+        full_q_num_blocks=full_queries,
+        full_q_indices=full_queries_at,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
     )
 
 
-def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Per block of queries, the number of its blocks of keys and their indices, first ones first."""
-    count = dense.sum(-1, dtype=torch.int32)
-    order = dense.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], order[None, None].contiguous()
+def _ordered(dense: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Per row of blocks, how many are true, and the indices of its blocks with these first."""
+    count = dense.sum(-1, dtype=np.int32)
+    order = np.argsort(~dense, axis=-1, kind="stable").astype(np.int32)
+    return count[None, None], order[None, None]
 
 
 def attention(
@@ -177,8 +188,11 @@ def attention(
         "score_mod": None if softcap is None else soft_cap(softcap),
         "block_mask": block_masks[getattr(module, "trie_window", FULL)],
         "scale": scaling,
-        "enable_gqa": query.shape[1] != key.shape[1],
     }
+    # With `enable_gqa` one program of the backward kernel would compute all heads of a group in turn:
+    # 1.55 instead of 1.19 ms with 16 heads in 2 groups (H200, 8,192 tokens).
+    heads = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
     if s_aux is None:
         out = call(query, key, value, **options)
     else:

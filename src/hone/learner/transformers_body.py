@@ -27,7 +27,7 @@ from hone.learner.offload import HostWeights, free_cached
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.lora import Layout, Lora
-from hone.models.lora_linear import LoraModules, expert_modules
+from hone.models.lora_linear import LoraModules, expert_modules, lora_linears
 from hone.models.shape import adapted_linears, restricted
 
 SEGMENTS, FLEX = "hone_segments", "hone_flex"
@@ -76,6 +76,8 @@ class TransformersBody:
         self._flex = (attention or (FLEX if self.device.type == "cuda" else SEGMENTS)) == FLEX
         model.set_attn_implementation(FLEX if self._flex else SEGMENTS)
         if self._flex:
+            for linear in lora_linears(model):
+                linear.one_product = True
             flex.allow_recompiles()
             for module in experts:
                 # Which experts run depends on the tokens, so their code is not compiled.
@@ -167,6 +169,8 @@ class TransformersBody:
             layer.recompute = scoring or _is_among(index, plan.layers, count)
             for part in self._feed_forward[index]:
                 part.recompute = _is_among(index, plan.feed_forward, count)
+                for linear in part.linears:
+                    linear.one_product = self._flex and not part.recompute
         with torch.enable_grad():
             hidden = self._forward(row)
         return hidden.detach() if scoring else hidden
@@ -175,8 +179,10 @@ class TransformersBody:
         device = self.device
         token_ids, positions = row.token_ids.to(device), row.positions.to(device)
         if self._flex:
-            leave = row.leave.to(device)
-            masks = {w: flex.block_mask(leave, positions, w or None) for w in self.windows}
+            masks = {
+                w: flex.block_mask(row.leave, row.positions, w or None, device)
+                for w in self.windows
+            }
             trie: dict[str, Any] = {"block_masks": masks}
         else:
             trie = {"segments": SegmentAttention(row, device, self.dtype)}
@@ -205,6 +211,7 @@ class _Recomputed(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
+        self.linears = lora_linears(part)
         self.recompute = False
 
     def __getattr__(self, name: str) -> Any:  # models read attributes of their layers

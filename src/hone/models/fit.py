@@ -38,7 +38,8 @@ SHORTEST_ROW = 512
 
 COMPILED_SHARE = 0.75
 """Activations of compiled layers, of those that shape.activations counts. Qwen2.5-3B, bf16, one row of
-8,192 on one H200: 0.754 GB per layer, 0.212 GB with its feed-forward part recomputed."""
+8,192 on one H200, keys and values by group: 0.754 GB per layer, 0.212 GB with its feed-forward part
+recomputed."""
 
 CUDA_LOGITS = 9 << 28
 """Logits of a chunk, their weights in the gradient, and what cuBLAS and the allocator hold (measured)."""
@@ -176,6 +177,8 @@ class _CudaPlan:
     def of(cls, config_json: Mapping[str, Any], *, dtype_bytes: int, rank: int) -> "_CudaPlan":
         shape = shape_of(config_json)
         activations = int(shape.activations * COMPILED_SHARE)
+        # FlexAttention gets, and keeps, keys and values of every head instead of every group.
+        activations += 2 * (shape.heads - shape.kv_heads) * shape.head_dim
         return cls(
             layers=shape.layers,
             fixed=shape.parameters * dtype_bytes + rank * shape.adapter_width * ADAPTER_BYTES,

@@ -7,11 +7,16 @@ The factors stay float32 and are cast in the forward pass: a step of 1e-6 would 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hone.models.lora import Layout, Lora
+
+LONG = 2048
+"""Tokens of a row from which on a copy of a layer's weights costs less than another pass over its output."""
 
 
 class LoraLinear(nn.Module):
@@ -27,14 +32,56 @@ class LoraLinear(nn.Module):
         self.first = 0
         """The row of `a` where this layer's factor begins."""
         self.scale = 1.0
+        self.one_product = False
+        """Whether long rows use _OneProduct. Not inside a compiled checkpoint: torch 2.11 keeps there what
+        it should recompute."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
         if self.a is None or self.b is None:
-            return y
-        rows = self.a[self.first : self.first + self.b.shape[1]]
-        z = F.linear(x, rows.to(x.dtype))
-        return y + F.linear(z, self.b.to(x.dtype)) * self.scale
+            return F.linear(x, self.weight, self.bias)
+        a = self.a[self.first : self.first + self.b.shape[1]].to(x.dtype)
+        b = self.b.to(x.dtype)
+        if self.one_product and x.numel() >= LONG * self.in_features:
+            return _OneProduct.apply(x, self.weight, self.bias, a, b * self.scale)
+        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, a), b) * self.scale
+
+
+class _OneProduct(torch.autograd.Function):
+    """x W' + bias + (x A') B', with gradients of x, A and B.
+
+    To add two products, the whole output is written and read once more. Where the output is wider than
+    the input, [x, x A'] [W, B]' gives the sum in one product; where the input is wider, its gradient is
+    computed in that way. The sum is then also rounded only once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [..., inputs]
+        weight: Tensor,  # [outputs, inputs]
+        bias: Tensor | None,
+        a: Tensor,  # [rank, inputs]
+        b: Tensor,  # [outputs, rank]
+    ) -> Tensor:
+        z = F.linear(x, a)
+        ctx.save_for_backward(x, z, weight, a, b)
+        outputs, inputs = weight.shape
+        if outputs > inputs:
+            return F.linear(torch.cat((x, z), -1), torch.cat((weight, b), 1), bias)
+        return F.linear(x, weight, bias) + F.linear(z, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, z, weight, a, b = ctx.saved_tensors
+        grad_z = grad @ b
+        outputs, inputs = weight.shape
+        if inputs > outputs:
+            grad_x = torch.cat((grad, grad_z), -1) @ torch.cat((weight, a))
+        else:
+            grad_x = grad @ weight + grad_z @ a
+        grad_a = grad_z.flatten(0, -2).t() @ x.flatten(0, -2)
+        grad_b = grad.flatten(0, -2).t() @ z.flatten(0, -2)
+        return grad_x, None, None, grad_a, grad_b
 
 
 class LoraModules:
@@ -64,6 +111,10 @@ class LoraModules:
                 module.a, module.b = a, b[i]
                 module.first, module.scale = i * lora.rank, lora.scale
         self._attached = lora
+
+
+def lora_linears(model: nn.Module) -> tuple[LoraLinear, ...]:
+    return tuple(module for module in model.modules() if isinstance(module, LoraLinear))
 
 
 def linear_layers(model: nn.Module, head: nn.Module | None) -> Mapping[str, tuple[int, int]]:
