@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(lo
 
 PYTHON = os.environ.get("HONE_TEST_VLLM_PYTHON", sys.executable)
 ON_GPU = torch.cuda.is_available()
-ENGINE_ARGS = {"enforce_eager": True} | ({"gpu_memory_utilization": 0.2} if ON_GPU else {})
+ENGINE_ARGS: dict[str, Any] = {"enforce_eager": True}
+ENGINE_ARGS |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}
 MOST = 0.3 if ON_GPU else 1e-3
 """How far a log-probability may lie from that of a float32 forward pass."""
 

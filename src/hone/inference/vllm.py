@@ -275,8 +275,9 @@ class VllmEngine:
         await self._admit()
         try:
             staged = self._adapters.get(name) if with_hash and self._client.url is None else None
-            scoring = asyncio.gather(*(self._score(name, ids) for ids in sequences))
-            scores, _ = await asyncio.gather(scoring, self._begin_hashing(staged))
+            await self._begin_hashing(staged)
+            # One after the other: vLLM computes a request's logits in one step, and others wait for it.
+            scores = [await self._score(name, ids) for ids in sequences]
             sha256 = BASE_SHA256 if adapter is None else None
             if staged is not None:  # the buffers are compared once vLLM has computed with them
                 held = await self._digests(staged)
