@@ -139,20 +139,27 @@ class _Bench:
     async def cycles(self) -> None:
         """Many small jobs: memory must stay flat, and every step must be proved."""
         verdicts: dict[str, int] = {}
-        memory: list[int | None] = []
+        memory: list[dict[int, int]] = []
         began = time.perf_counter()
         for cycle in range(self._options.cycles):
             events: dict[str, float] = {}
             job, _ = await self._train(await self._groups(1, 4, cycle), events, verdicts)
             memory.append(_gpu_memory_mb())
             assert job.state == "done", job
-        known = [size for size in memory if size is not None]
         say(
             "cycles",
             cycles=self._options.cycles,
             seconds=time.perf_counter() - began,
             verdicts=verdicts,
-            memory_mb={"first": known[0], "last": known[-1], "most": max(known)} if known else None,
+            memory_mb={
+                process: {
+                    "second": size,
+                    "last": memory[-1][process],
+                    "most": max(sizes.get(process, 0) for sizes in memory[1:]),
+                }
+                for process, size in memory[min(1, len(memory) - 1)].items()
+                if process in memory[-1]
+            },
         )
 
     # ---- requests ------------------------------------------------------------------------------
@@ -248,12 +255,13 @@ def longest_gap(gaps: Sequence[tuple[float, float]], start: float, end: float) -
     return max((b - a for a, b in gaps if b >= start and a <= end), default=None)
 
 
-def _gpu_memory_mb() -> int | None:
-    """Memory of the first GPU that all processes use together."""
+def _gpu_memory_mb() -> dict[int, int]:
+    """Memory of the GPU by process id; empty without one."""
     if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0])
+        return {}
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {int(pid): int(size) for pid, size in (line.split(",") for line in lines)}
 
 
 if __name__ == "__main__":
