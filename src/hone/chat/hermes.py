@@ -34,11 +34,9 @@ class HermesCall:
         """All of it, known once the call has ended or the text is final."""
         self.rest: str | None = None
         """The text after the call, once it has ended."""
-        self._parts: list[str] = []
-        self._length = 0
-        """Characters in the parts."""
-        self._unread = ""
-        """An end of the text that may be part of a tag or of an escape."""
+        self._text = ""
+        self._read = 0
+        """Characters that were read; behind them may be a part of a tag or of an escape."""
         self._end: int | None = None
         self._depth = 0
         self._opened = 0
@@ -57,53 +55,49 @@ class HermesCall:
     @property
     def arguments(self) -> str:
         """All that was returned of them."""
-        return "".join(self._parts)[self._arguments_start : self._sent]
+        return self._text[self._arguments_start : self._sent]
 
     def feed(self, text: str, *, final: bool) -> str:
         """More of the arguments. `final`: no more text will come."""
-        text = self._unread + text
-        position = 0
+        # CPython appends in place to a string that nothing else refers to.
+        whole, self._text = self._text, ""
+        whole += text
+        self._text = whole
         while self._end is None:
-            if self._string_ended and not self._continues(text, position):
+            if self._string_ended and not self._continues():
                 break
-            mark = _MARK.search(text, position)
+            mark = _MARK.search(self._text, self._read)
             if mark is None:
                 break
-            position = mark.end()
-            self._lex(mark[0], self._length + mark.start(), text)
+            self._read = mark.end()
+            self._lex(mark[0], mark.start())
         if final and self._end is None:
             self._end = self._quoted_tag
+        unread = self._text[self._read :]
         if self._end is None and not final:
-            certain = position + len(without_partial(text[position:], (CLOSE_CALL, '\\"')))
-            self._unread = text[certain:]
-            text = text[:certain]
-        before, self._length = self._length, self._length + len(text)
-        self._parts.append(text)
+            unread = without_partial(unread, (CLOSE_CALL, '\\"'))
+        self._read += len(unread)
         if self._end is not None or final:
-            whole = "".join(self._parts)
-            self.body = whole[: self._end]
-            self.rest = None if self._end is None else whole[self._end + len(CLOSE_CALL) :]
-        return self._new_arguments(before, text)
+            self.body = self._text[: self._end]
+            self.rest = None if self._end is None else self._text[self._end + len(CLOSE_CALL) :]
+        return self._new_arguments()
 
-    def _new_arguments(self, before: int, text: str) -> str:
-        """The arguments that were not returned yet; `text` was read last, after `before` others."""
+    def _new_arguments(self) -> str:
+        """The arguments that were not returned yet."""
         if self.name is None:
             return ""
-        bounds = (self._length, self._end, self._quoted_tag, self._arguments_end)
+        bounds = (self._read, self._end, self._quoted_tag, self._arguments_end)
         if self._end is not None:
             bounds = (self._end, self._arguments_end)
-        start, end = self._sent, min(bound for bound in bounds if bound is not None)
-        self._sent = end
-        if start >= before:
-            return text[start - before : end - before]
-        return "".join(self._parts)[start:end]
+        start, self._sent = self._sent, min(bound for bound in bounds if bound is not None)
+        return self._text[start : self._sent]
 
-    def _lex(self, token: str, at: int, text: str) -> None:
+    def _lex(self, token: str, at: int) -> None:
         if self._in_string:
             self._lex_string(token, at)
         elif token == CLOSE_CALL:
             quoted = self._quoted_tag
-            whole = quoted is None or object_or_none(self._before(at, text)) is not None
+            whole = quoted is None or object_or_none(self._text[:at]) is not None
             self._end = at if whole else quoted
         elif self._opened and not self._depth:
             pass  # after the object
@@ -113,7 +107,7 @@ class HermesCall:
             self._depth += 1
             self._opened += 1
             if self._opened == 2 and token == "{" and self._quoted_tag is None:
-                self._begin(self._before(at, text))
+                self._begin(self._text[:at])
         elif token in "}]":
             self._depth = max(0, self._depth - 1)
             if self._depth == 1 and self._arguments_end is None:
@@ -132,9 +126,9 @@ class HermesCall:
             self._line_break = True
             self._end = self._quoted_tag
 
-    def _continues(self, text: str, position: int) -> bool:
+    def _continues(self) -> bool:
         """Whether to read on after the string; ends the call where the JSON is broken."""
-        following = text[position:].lstrip(_SPACE)
+        following = self._text[self._read :].lstrip(_SPACE)
         if not following:
             return False
         self._string_ended = False
@@ -148,9 +142,6 @@ class HermesCall:
         parsed = object_or_none(f'{{"name": {match[1]}}}') if match else None
         if parsed and (name := parsed["name"]):
             self.name, self._arguments_start, self._sent = name, len(head), len(head)
-
-    def _before(self, at: int, text: str) -> str:
-        return "".join(self._parts) + text[: at - self._length]
 
 
 def parse_call(body: str) -> tuple[str, str]:
