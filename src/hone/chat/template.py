@@ -33,6 +33,7 @@ from hone.chat.reply import (
 )
 from hone.errors import ModelUnsupported, TemplateError
 from hone.inference.base import FinishReason
+from hone.wire.openai_chat import tool_call
 
 UNPROVED = (
     "Llama 3",
@@ -219,12 +220,10 @@ class ChatTemplate:
         return self._endings[calls]
 
     def _answered(self, text: str, *, calls: bool) -> list[int]:
-        reply: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            function = {"name": "f", "arguments": json.dumps({"x": text})}
-            reply = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-            reply["tool_calls"][0] |= {"id": "call00000", "type": "function"}
-        return self.render([{"role": "user", "content": "x"}, reply], generation_prompt=False)
+        call = tool_call("call00000", "f", json.dumps({"x": text}))
+        answer = {"content": "", "tool_calls": [call]} if calls else {"content": text}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", **answer}]
+        return self.render(messages, generation_prompt=False)
 
     def check(
         self, messages: object, tools: Tools | None

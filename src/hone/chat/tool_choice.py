@@ -17,6 +17,7 @@ from hone.chat.hermes import CLOSE_CALL, OPEN_CALL
 from hone.chat.messages import check_tools
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, TemplateError
+from hone.wire.openai_chat import tool_call
 
 _PROBE = "zq9probe"
 
@@ -119,10 +120,9 @@ def _function_name(choice: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def _call_syntax(template: ChatTemplate) -> CallSyntax | None:
-    call = {"id": "c0", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [tool_call("c0", _PROBE, "{}")]},
     ]
     try:
         ids = template.render(messages, generation_prompt=False)
