@@ -195,6 +195,11 @@ class RolloutRecord(Strict):
         return record | {"metadata": {k: v for k, v in metadata.items() if k not in _OF_RECORD}}
 
     @property
+    def failure_kind(self) -> str | None:
+        """`policy` or `infrastructure`; None on success."""
+        return None if self.failure is None else self.failure.kind
+
+    @property
     def is_trained(self) -> bool:
         """Whether any of it is trained."""
         return self.trained_calls is not None or self.episode is not None

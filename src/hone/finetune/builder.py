@@ -309,9 +309,8 @@ async def art_trajectory_builder(
         return (trained and trained.names_like(sent)) or frozenset({sent})
 
     trajectory_builder.llm_names = names_of
-    adapter_name = builder.document.finetuning.trainer_adapter
-    if adapter_name is not None:
-        trajectory_builder.adapter = await builder.get_trainer_adapter(adapter_name)
+    adapter = str(builder.document.finetuning.trainer_adapter)
+    trajectory_builder.adapter = await builder.get_trainer_adapter(adapter)
     yield trajectory_builder
     await trajectory_builder.cancel()
 

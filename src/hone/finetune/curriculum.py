@@ -285,7 +285,7 @@ def infrastructure_error(
     records: Sequence[RolloutRecord], *, where: str, allowed: float
 ) -> str | None:
     """The error of too many infrastructure failures; None if there are few."""
-    failed = [r for r in records if r.failure and r.failure.kind == "infrastructure"]
+    failed = [r for r in records if r.failure_kind == "infrastructure"]
     if len(failed) <= allowed * len(records):
         return None
     return (
@@ -298,7 +298,7 @@ def infrastructure_error(
 
 def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
     """The warning about many dropped policy failures; None if there are few."""
-    failed = [r for r in records if r.failure and r.failure.kind == "policy" and r.reward is None]
+    failed = [r for r in records if r.failure_kind == "policy" and r.reward is None]
     if len(failed) <= POLICY_FAILURES_WARNED * len(records):
         return None
     return (

@@ -151,7 +151,7 @@ class Journal:
         return {
             (record.example, record.generation): record
             for record in self.records(split, epoch, round)
-            if record.failure is None or record.failure.kind != "infrastructure"
+            if record.failure_kind != "infrastructure"
         }
 
     def unscored(self, split: Split, epoch: int) -> Path:

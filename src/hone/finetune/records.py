@@ -86,20 +86,19 @@ def trajectory_of(record: RolloutRecord) -> Trajectory:
 
 def event_fields(record: RolloutRecord) -> dict[str, Any]:
     """Fields of the event `rollout`."""
-    failure = record.failure
     return {
         **record.model_dump(
             include={"split", "epoch", "round", "example", "generation", "rollout", "reward"}
             | {"seconds", "calls", "tokens"}
         ),
-        "failure_kind": failure and failure.kind,
-        "failure_reason": failure and failure.reason,
+        "failure_kind": record.failure_kind,
+        "failure_reason": record.failure and record.failure.reason,
     }
 
 
 def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
     """Its reward, or the one of `on_policy_failure`; None if it is dropped."""
-    if record.failure is None or record.failure.kind != "policy":
+    if record.failure_kind != "policy":
         return record.reward
     return None if config.on_policy_failure == "drop" else config.on_policy_failure.reward
 

@@ -131,7 +131,7 @@ class Rollouts:
         A rollout that is run again in a later start is compared with those that have a reward, which
         only this file has whole.
         """
-        again = any(r.failure is not None and r.failure.kind == "infrastructure" for r in records)
+        again = any(record.failure_kind == "infrastructure" for record in records)
         if self._unscored is not None and not again:
             self._unscored.unlink(missing_ok=True)
 

@@ -114,11 +114,9 @@ class Validator:
 
     def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
         rewards: dict[str, list[float | None]] = {}
-        policy_failures = Counter[str]()
         for record in records:
             rewards.setdefault(record.example, []).append(record.reward)
-            if record.failure is not None and record.failure.kind == "policy":
-                policy_failures[record.example] += 1
+        policy_failures = Counter(r.example for r in records if r.failure_kind == "policy")
         instead, allowed = self.config.on_policy_failure, self.config.max_infrastructure_failures
         scored = [record.reward for record in records if record.reward is not None]
         if instead == "drop":
