@@ -218,7 +218,7 @@ class _Server:
         from hone.inference.base import Sampling
 
         state, _ = self._real
-        base = await state.serving.base(self._model)
+        base = await state.serving.engines.base(self._model)
         tokens = 0
 
         async def one(seed: int) -> None:

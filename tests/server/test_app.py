@@ -41,7 +41,7 @@ async def test_health_tells_those_with_the_key_what_is_served_and_where(
     state = make_state(api_key="secret", port=7001, inference_port=8001)
     state.models.register(ModelSpec(name="agent", base_model=str(tiny_model)))
     state.models.register(ModelSpec(name="other", base_model="elsewhere"))
-    await state.serving.base(str(tiny_model))
+    await state.serving.engines.base(str(tiny_model))
     key = {"Authorization": "Bearer secret"}
     for app in create_apps(state):
         async with client(app) as http:

@@ -397,7 +397,7 @@ def idle(make_server: MakeServer, tiny_model: Path) -> Iterator[ArtServer]:
         raise AssertionError("nothing may be loaded")
 
     server = make_server()
-    server.state.serving._engines._open_engine = refuse
+    server.state.serving.engines._open_engine = refuse
     art = ArtServer(server, tiny_model)
     yield art
     art.http.close()

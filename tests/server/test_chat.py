@@ -617,7 +617,7 @@ def test_while_serving_is_paused_requests_wait_then_are_503(
     make_server: MakeServer, tiny_model: Path
 ) -> None:
     server = make_server(hold_s=0.2)
-    pause = server.state.serving.paused()
+    pause = server.state.serving.engines.paused()
     server.call(pause.__aenter__())
     with pytest.raises(openai.InternalServerError, match="paused for training") as raised:
         client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)

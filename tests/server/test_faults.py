@@ -246,13 +246,13 @@ async def test_an_idle_engine_is_closed_and_opened_again_when_it_is_asked_for(
     async with SmallServer.started(tmp_path / "hone") as server:
         await server.trained(tiny_model, 0)
         first = await server.serving.resolve("agent")
-        await server.serving.close_idle(3600.0)
+        await server.serving.engines.close_idle(3600.0)
         async with server.serving.using("agent"):
-            await server.serving.close_idle(0.0)
+            await server.serving.engines.close_idle(0.0)
             assert server.serving.base_models() == {str(tiny_model): True}
         while server.serving.base_models() != {str(tiny_model): False}:  # the job lets it go too
             await asyncio.sleep(0.01)
-            await server.serving.close_idle(0.0)
+            await server.serving.engines.close_idle(0.0)
         assert (await chat(server)).status_code == 200
         again = await server.serving.resolve("agent")
         assert again.step == 1 and again.base.engine is not first.base.engine

@@ -183,7 +183,7 @@ async def test_gpu_ids_reach_the_learner(
 
     settings: dict[str, Any] = {"engine": "vllm", "engine_python": vllm, "device": None}
     server = SmallServer.at(tmp_path / "hone", start_learner=launch, **settings)
-    tokenizer = await server.serving.template(str(tiny_model))
+    tokenizer = await server.serving.engines.tokenizer(str(tiny_model))
     for args in ({"trainer_gpu_ids": [1]}, {"inference_gpu_ids": [1], "trainer_gpu_ids": [1]}):
         model = spec(tiny_model, engine_args=args)
         server.serving.register(model)

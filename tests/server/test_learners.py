@@ -99,7 +99,7 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
 ):
     launches = Launches(LearnerHere)
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
-        language = await server.serving.template(str(tiny_model))
+        language = await server.serving.engines.tokenizer(str(tiny_model))
         assert learners.fits_beside_engine(language, server.serving.choice)
         # Half a megabyte of weights is more than a part in 2**60 of any memory.
         monkeypatch.setattr(learners, "AHEAD_SHARE", 2**60)
@@ -111,7 +111,7 @@ async def test_no_learner_is_launched_ahead_where_memory_is_short(
 
 async def test_no_learner_is_launched_ahead_on_a_gpu(tiny_model: Path, tmp_path: Path):
     async with SmallServer.started(tmp_path / "hone") as server:
-        language = await server.serving.template(str(tiny_model))
+        language = await server.serving.engines.tokenizer(str(tiny_model))
         choice = EngineChoice(Settings(device="cuda:0"), server.models)
     assert not learners.fits_beside_engine(language, choice)
 
@@ -244,7 +244,7 @@ async def test_engine_learner_and_job_use_the_number_type_that_the_machine_has(
         monkeypatch.setattr(module, "choose", lambda device: ("cpu", dtype))
     async with SmallServer.started(tmp_path / "hone", start_learner=start) as server:
         await server.trained(tiny_model, 0)
-        engine = (await server.serving.base(str(tiny_model))).engine
+        engine = (await server.serving.engines.base(str(tiny_model))).engine
         assert isinstance(engine, EmbeddedEngine) and engine.dtype == dtype
         (job,) = server.jobs.list()
         manifest = server.checkpoints.get(server.models.find("agent").key, 1).manifest

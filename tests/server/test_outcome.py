@@ -78,7 +78,7 @@ async def test_tokens_of_a_job_page_by_page(api: Api):
         (1, 0, 3, 4, "sampled", -1.0, -0.5),
         (1, 0, 4, 5, "sampled", -2.0, -0.5),
     ]
-    language = await api.state.serving.template(api.base_model)
+    language = await api.state.serving.engines.tokenizer(api.base_model)
     assert page["tokens"][0]["text"] == language.template.piece(40).decode(errors="replace") != ""
     pages = [
         await api.ask("GET", where, params={"offset": offset, "limit": 4})

@@ -139,7 +139,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert sorted(p.name for p in disk.iterdir()) == ["0000", "0001", "0002.unproved"]
         not_proved = digest(disk / "0002.unproved")
         # It does not keep its place in the engine, or the same hash would never be loaded again.
-        engine = (await server.serving.base(str(tiny_model))).engine
+        engine = (await server.serving.engines.base(str(tiny_model))).engine
         assert isinstance(engine, StuckEngine)
         assert engine.stats().adapters == (server.checkpoints.get(KEY, 1).sha256,)
     # A restart does not serve it either, and a sound engine gets the same job through.

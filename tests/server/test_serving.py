@@ -65,11 +65,11 @@ class World:
     def hold(self, hold_s: float) -> None:
         """Requests wait so long from now on."""
         settings = self.state.settings.model_copy(update={"hold_s": hold_s})
-        self.serving._engines._settings = settings
+        self.serving.engines._settings = settings
 
     async def unloaded(self) -> None:
         """Until the adapters that are not needed have left."""
-        task = (await self.serving.base(self.tiny)).adapters._unloading
+        task = (await self.serving.engines.base(self.tiny)).adapters._unloading
         if task is not None:
             await task
 
@@ -98,7 +98,7 @@ async def world(make_state: MakeState, tiny_model: Path, tokenizer: Any) -> Asyn
 
 
 async def test_an_engine_is_loaded_once_for_all_who_ask(world: World) -> None:
-    bases = await asyncio.gather(*(world.serving.base(world.tiny) for _ in range(10)))
+    bases = await asyncio.gather(*(world.serving.engines.base(world.tiny) for _ in range(10)))
     assert all(base is bases[0] for base in bases)
     assert list(world.engines) == [world.tiny]
 
@@ -106,23 +106,23 @@ async def test_an_engine_is_loaded_once_for_all_who_ask(world: World) -> None:
 async def test_a_failed_load_is_told_to_all_and_may_be_retried(world: World) -> None:
     world.broken = 1
     results = await asyncio.gather(
-        *(world.serving.base(world.tiny) for _ in range(3)), return_exceptions=True
+        *(world.serving.engines.base(world.tiny) for _ in range(3)), return_exceptions=True
     )
     assert [str(result) for result in results] == ["no memory just now"] * 3
-    assert (await world.serving.base(world.tiny)).engine is world.engines[world.tiny]
+    assert (await world.serving.engines.base(world.tiny)).engine is world.engines[world.tiny]
 
 
 async def test_a_client_that_leaves_does_not_stop_a_load(world: World) -> None:
-    impatient = asyncio.create_task(world.serving.base(world.tiny))
+    impatient = asyncio.create_task(world.serving.engines.base(world.tiny))
     await asyncio.sleep(0)
     impatient.cancel()
     with pytest.raises(asyncio.CancelledError):
         await impatient
-    assert (await world.serving.base(world.tiny)).name == world.tiny
+    assert (await world.serving.engines.base(world.tiny)).name == world.tiny
 
 
 async def test_the_template_needs_no_engine(world: World) -> None:
-    language = await world.serving.template(world.tiny)
+    language = await world.serving.engines.tokenizer(world.tiny)
     assert language.template.renderer.name == "chatml"
     assert language.max_positions == 512
     assert world.engines == {}
@@ -131,7 +131,7 @@ async def test_the_template_needs_no_engine(world: World) -> None:
 async def test_the_fingerprint_is_of_weights_and_template(
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:
-    language = await world.serving.template(world.tiny)
+    language = await world.serving.engines.tokenizer(world.tiny)
     same = write_model(tmp_path / "same", tokenizer)
     other = write_model(tmp_path / "other", tokenizer, seed=1)
     root = world.state.settings.root
@@ -165,7 +165,7 @@ async def test_the_language_model_of_a_multimodal_model_has_its_sizes_in_text_co
 async def test_a_fingerprint_says_which_part_differs(
     world: World, tmp_path: Path, family: str, template: str | None, parts: list[str]
 ) -> None:
-    language = await world.serving.template(world.tiny)
+    language = await world.serving.engines.tokenizer(world.tiny)
     model = write_model(tmp_path / "other", build_tokenizer(family, template))
     other = BaseTokenizer.load(str(model), world.state.settings.root)
     different = differing(language.fingerprint, other.fingerprint)
@@ -480,31 +480,31 @@ async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None
 
 
 async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> None:
-    await world.serving.base(world.tiny)
-    async with world.serving.paused():
-        waiting = asyncio.create_task(world.serving.ready())
+    await world.serving.engines.base(world.tiny)
+    async with world.serving.engines.paused():
+        waiting = asyncio.create_task(world.serving.engines.ready())
         await asyncio.sleep(0.01)
         assert not waiting.done()
     await waiting
     world.hold(0.05)
-    async with world.serving.paused():
+    async with world.serving.engines.paused():
         with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
-            await world.serving.ready()
-    await world.serving.ready()
+            await world.serving.engines.ready()
+    await world.serving.engines.ready()
 
 
 async def test_pauses_are_counted(world: World) -> None:
     """Two base models train at once: the first to end must not open the gate for the other."""
-    engine = (await world.serving.base(world.tiny)).engine
+    engine = (await world.serving.engines.base(world.tiny)).engine
     assert isinstance(engine, ScriptedEngine)
     world.hold(0.05)
-    async with world.serving.paused():
-        async with world.serving.paused():
+    async with world.serving.engines.paused():
+        async with world.serving.engines.paused():
             pass
         with pytest.raises(Unavailable):
-            await world.serving.ready()
+            await world.serving.engines.ready()
         assert not engine._awake.is_set()
-    await world.serving.ready()
+    await world.serving.engines.ready()
     assert engine._awake.is_set()
 
 
@@ -531,12 +531,12 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
             await go_on.get()
 
     world.engines[world.tiny] = engine = Slow(tokenizer=world.tokenizer)
-    world.serving._engines._open_engine = lambda _: engine
-    await world.serving.base(world.tiny)
+    world.serving.engines._open_engine = lambda _: engine
+    await world.serving.engines.base(world.tiny)
     seen: list[bool] = []
 
     async def train(end: asyncio.Event) -> None:
-        async with world.serving.paused():
+        async with world.serving.engines.paused():
             seen.append(engine.freed)
             await end.wait()
             seen.append(engine.freed)
@@ -583,11 +583,11 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
                 raise RuntimeError("it does not wake")
 
     world.engines[world.tiny] = engine = Restless(tokenizer=world.tokenizer)
-    world.serving._engines._open_engine = lambda _: engine
-    await world.serving.base(world.tiny)
+    world.serving.engines._open_engine = lambda _: engine
+    await world.serving.engines.base(world.tiny)
 
     async def train() -> None:
-        async with world.serving.paused():
+        async with world.serving.engines.paused():
             asleep.set()
             if ending == "raises":
                 raise ValueError("the job failed")
@@ -601,28 +601,28 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
     (error,) = await asyncio.gather(training, return_exceptions=True)
     if ending == "does not sleep":
         assert isinstance(error, Unavailable) and "0.1 s (pause_s)" in str(error)
-    await world.serving.ready()
+    await world.serving.engines.ready()
     assert engine._awake.is_set()
 
 
 async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_it(
     world: World,
 ) -> None:
-    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
-    first = (await world.serving.base(world.tiny)).engine
+    engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
+    first = (await world.serving.engines.base(world.tiny)).engine
     engines._open_engine = lambda _: other
     engines.outdated.add(world.tiny)
-    with world.serving.holding(world.tiny):
-        assert (await world.serving.base(world.tiny)).engine is first
+    with world.serving.engines.using(world.tiny):
+        assert (await world.serving.engines.base(world.tiny)).engine is first
     assert isinstance(first, ScriptedEngine) and not first.closed
-    assert (await world.serving.base(world.tiny)).engine is other
+    assert (await world.serving.engines.base(world.tiny)).engine is other
     assert first.closed and not engines.outdated
 
 
 async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_with(
     world: World,
 ) -> None:
-    engines, opened = world.serving._engines, list[ScriptedEngine]()
+    engines, opened = world.serving.engines, list[ScriptedEngine]()
     loading, go_on = threading.Event(), threading.Event()
 
     def open_engine(_: str) -> ScriptedEngine:
@@ -632,7 +632,7 @@ async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_w
         return opened[-1]
 
     engines._open_engine = open_engine
-    requests = [asyncio.create_task(world.serving.base(world.tiny)) for _ in range(3)]
+    requests = [asyncio.create_task(world.serving.engines.base(world.tiny)) for _ in range(3)]
     assert await asyncio.to_thread(loading.wait, 60)
     engines.outdated.add(world.tiny)  # a model with other engine_args was registered
     go_on.set()
@@ -643,11 +643,11 @@ async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_w
 
 async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world: World) -> None:
     world.model(steps=1)
-    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
+    engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
     policy = await world.serving.resolve("agent")
     engines._open_engine = lambda _: other
     engines.outdated.add(world.tiny)
-    await world.serving.base(world.tiny)  # of another request
+    await world.serving.engines.base(world.tiny)  # of another request
     async with world.serving.using("agent") as using:
         assert using.base.engine is other and using.adapter == policy.adapter
         assert using.adapter is not None and using.adapter.sha256 in other.published
@@ -657,8 +657,8 @@ async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world
 async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
     world: World,
 ) -> None:
-    engines, go_on = world.serving._engines, threading.Event()
-    await world.serving.template(world.tiny)
+    engines, go_on = world.serving.engines, threading.Event()
+    await world.serving.engines.tokenizer(world.tiny)
 
     def open_engine(_: str) -> ScriptedEngine:
         assert go_on.wait(60)
@@ -667,11 +667,11 @@ async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
     engines._open_engine = open_engine
     world.hold(0.05)
     with pytest.raises(Unavailable, match=r"is still being loaded after 0\.05 s") as raised:
-        await world.serving.base(world.tiny)
+        await world.serving.engines.base(world.tiny)
     assert raised.value.headers == {"Retry-After": "1"}
     go_on.set()
     world.hold(60)
-    assert isinstance((await world.serving.base(world.tiny)).engine, ScriptedEngine)
+    assert isinstance((await world.serving.engines.base(world.tiny)).engine, ScriptedEngine)
 
 
 class _Unclosable(ScriptedEngine):
@@ -680,12 +680,12 @@ class _Unclosable(ScriptedEngine):
 
 
 async def test_an_engine_that_does_not_close_is_replaced_all_the_same(world: World) -> None:
-    engines, other = world.serving._engines, ScriptedEngine(tokenizer=world.tokenizer)
+    engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
     engines._open_engine = lambda _: _Unclosable(tokenizer=world.tokenizer)
-    assert isinstance((await world.serving.base(world.tiny)).engine, _Unclosable)
+    assert isinstance((await world.serving.engines.base(world.tiny)).engine, _Unclosable)
     engines._open_engine = lambda _: other
     engines.outdated.add(world.tiny)
-    assert (await world.serving.base(world.tiny)).engine is other
+    assert (await world.serving.engines.base(world.tiny)).engine is other
 
 
 async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
@@ -698,6 +698,6 @@ async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
 
 
 async def test_closing_closes_every_engine(world: World) -> None:
-    await world.serving.base(world.tiny)
+    await world.serving.engines.base(world.tiny)
     await world.serving.close()
     assert world.engines[world.tiny].closed

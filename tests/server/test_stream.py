@@ -414,7 +414,7 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
 def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
     slow: Server, tiny_model: Path
 ) -> None:
-    pause = slow.state.serving.paused()
+    pause = slow.state.serving.engines.paused()
     slow.call(pause.__aenter__())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(

@@ -315,7 +315,7 @@ async def test_cancelling_a_queued_job_ends_it(api: Api):
 
 async def record(api: Api, *rollouts: str) -> list[dict[str, Any]]:
     """One recorded call per rollout; a group that refers to them."""
-    language = await api.state.serving.template(api.base_model)
+    language = await api.state.serving.engines.tokenizer(api.base_model)
     for rollout in rollouts:
         call = RecordedCall(
             id=f"call-{rollout}",

@@ -70,7 +70,7 @@ class World:
     @classmethod
     async def open(cls, state: State, base_model: Path) -> "World":
         record = state.models.register(ModelSpec(name="agent", base_model=str(base_model)))
-        return cls(state, record, await state.serving.template(str(base_model)))
+        return cls(state, record, await state.serving.engines.tokenizer(str(base_model)))
 
     async def close(self) -> None:
         await self.state.serving.close()

@@ -115,8 +115,11 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
 async def _health(state: State) -> dict[str, Any]:
     """Without the key: no names, no jobs, and no reasons, which may name paths."""
     keyed, health = auth.access.get() != "anyone", dict[str, Any]()
-    parts = {"engine": state.serving.status(), **state.service.parts()}
-    parts["pruner"] = state.pruner.status()
+    parts = {
+        "engine": state.serving.engines.status(),
+        **state.service.parts(),
+        "pruner": state.pruner.status(),
+    }
     try:
         health = await asyncio.to_thread(state.service.status)
         if keyed:
@@ -279,8 +282,13 @@ class _Middleware:
         metrics.requests.labels(route, status).inc()
         metrics.request_s.labels(route).observe(seconds)
         level = logging.WARNING if status >= 500 else logging.INFO
-        fields = {"method": scope["method"], "path": scope["path"], "status": status}
-        fields |= {"ms": round(seconds * 1e3, 2), "id": scope[_REQUEST_ID]}
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round(seconds * 1e3, 2),
+            "id": scope[_REQUEST_ID],
+        }
         if refusal := scope.get("hone.refusal"):  # some clients show their users the status alone
             fields["reason"] = refusal_text(refusal, self.state.settings.api_key)
         say("request", level=level, **fields)

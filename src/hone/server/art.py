@@ -69,8 +69,11 @@ def routes(state: State) -> APIRouter:
         """Remember a model; nothing is loaded."""
         if model.base_model is not None:
             record = _record(state, model)
-            ignored = record.spec.not_applicable
-            say("ART: model registered", model=str(record.key), not_applicable=ignored)
+            say(
+                "ART: model registered",
+                model=str(record.key),
+                not_applicable=record.spec.not_applicable,
+            )
         _write_model(state, model)
 
     @router.post("/_get_step")
@@ -102,14 +105,17 @@ def routes(state: State) -> APIRouter:
         benchmark_smoothing: Annotated[float, Query(gt=0, le=1)] = 1.0,
     ) -> None:
         """Delete all but the newest checkpoint and the best by a metric."""
-        key = state.models.get(model.key).key
-        state.checkpoints.keep(key, last=1, best=benchmark, smoothing=benchmark_smoothing)
+        state.checkpoints.keep(
+            state.models.get(model.key).key,
+            last=1,
+            best=benchmark,
+            smoothing=benchmark_smoothing,
+        )
 
     @router.post("/_delete_checkpoint_files")
     def delete_checkpoint_files(body: KeepRequest) -> None:
         """Delete all checkpoints but these and the newest."""
-        key = state.models.get(body.model.key).key
-        state.checkpoints.keep(key, steps=body.steps_to_keep)
+        state.checkpoints.keep(state.models.get(body.model.key).key, steps=body.steps_to_keep)
 
     @router.post("/close")
     async def close() -> None:

@@ -185,5 +185,6 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
 
 
 def _too_large(limit: int, setting: str) -> HTTPException:
-    text = f"the body is larger than {limit} bytes ({setting}); send less at once"
-    return HTTPException(413, text)
+    return HTTPException(
+        413, f"the body is larger than {limit} bytes ({setting}); send less at once"
+    )

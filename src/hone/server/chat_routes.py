@@ -39,10 +39,22 @@ def routes(state: State) -> APIRouter:
     """The three APIs; OpenAI's and Anthropic's also under /rollout/ID."""
     router = APIRouter()
     add_dialect(router, state, CHAT, "openai", name="chat", description="Answer a conversation.")
-    complete = "Continue a text, or token ids, without a chat template."
-    add_dialect(router, state, TEXT, "openai", name="complete", description=complete)
-    message = "Answer a conversation of content blocks."
-    add_dialect(router, state, MESSAGES, "anthropic", name="message", description=message)
+    add_dialect(
+        router,
+        state,
+        TEXT,
+        "openai",
+        name="complete",
+        description="Continue a text, or token ids, without a chat template.",
+    )
+    add_dialect(
+        router,
+        state,
+        MESSAGES,
+        "anthropic",
+        name="message",
+        description="Answer a conversation of content blocks.",
+    )
     add_dialect(
         router,
         state,

@@ -161,13 +161,13 @@ class Engines:
         # Held while engines go to sleep or wake: both take seconds, and two base models may train.
         self._switching = asyncio.Lock()
 
-    async def template(self, base_model: str) -> BaseTokenizer:
+    async def tokenizer(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
         load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
         # Shielded, here and below: a client that disconnects must not cancel the load for all.
         return await asyncio.shield(shared_task(self._tokenizers, base_model, load))
 
-    async def get(self, base_model: str) -> Base:
+    async def base(self, base_model: str) -> Base:
         """A base model with its engine. All callers share one load; a failed load may be retried.
 
         Raises Unavailable if it takes longer than `hold_s`; the load goes on.
@@ -280,10 +280,9 @@ class Engines:
         for name in self.loaded():
             self._check(name)
         reasons = [f"{n}: {u.part.reason}" for n, u in self._usage.items() if u.part.reason]
+        failing = {"status": "restarting", "reason": "; ".join(reasons)}
         paused = {} if self._unpaused.is_set() else {"paused": True}
-        if not reasons:
-            return {"status": "ok"} | paused
-        return {"status": "restarting", "reason": "; ".join(reasons)} | paused
+        return (failing if reasons else {"status": "ok"}) | paused
 
     def _usage_of(self, base_model: str) -> _Usage:
         return self._usage.setdefault(base_model, _Usage(Part(f"engine of {base_model}")))
@@ -294,7 +293,7 @@ class Engines:
         return shared_task(self._bases, base_model, partial(self._open, base_model))
 
     async def _open(self, base_model: str) -> Base:
-        tokenizer = await self.template(base_model)
+        tokenizer = await self.tokenizer(base_model)
         usage = self._usage_of(base_model)
         if usage.old is not None:
             try:
@@ -313,10 +312,15 @@ class Engines:
         say("loaded", base_model=base_model)
         usage.stats = None
         _write(f"{base_model}: {type(engine).__name__} of {engine.max_length} tokens is loaded")
-        fields = {name: getattr(tokenizer, name) for name in BaseTokenizer.__dataclass_fields__}
-        fields["max_positions"] = min(tokenizer.max_positions, engine.max_length)
-        adapters = Adapters(engine, self._settings.max_adapters)
-        return Base(**fields, engine=engine, adapters=adapters)
+        return Base(
+            name=tokenizer.name,
+            files=tokenizer.files,
+            template=tokenizer.template,
+            weights_sha256=tokenizer.weights_sha256,
+            max_positions=min(tokenizer.max_positions, engine.max_length),
+            engine=engine,
+            adapters=Adapters(engine, self._settings.max_adapters),
+        )
 
     def _check(self, base_model: str) -> None:
         """Replace an engine that has failed, immediately after its first failure."""
@@ -334,8 +338,7 @@ class Engines:
         failures = usage.part.failures
         wait_s = backoff_s(failures - 1) if failures > 1 else 0.0
         usage.retry_at = time.monotonic() + wait_s
-        loop = asyncio.get_running_loop()
-        usage.restart = loop.call_later(wait_s, self._start, base_model)
+        usage.restart = asyncio.get_running_loop().call_later(wait_s, self._start, base_model)
 
     # ---- pauses -----------------------------------------------------------------------------
 

@@ -37,8 +37,9 @@ async def prepare_chat(
     max_tokens = _max_tokens(context, len(prompt.ids), request)
     output, constraint = request.output_format, None
     if output is not None or choice.constrained:
-        build = answer_constraint
-        constraint = await asyncio.to_thread(build, template, choice, output, prompt.ids)
+        constraint = await asyncio.to_thread(
+            answer_constraint, template, choice, output, prompt.ids
+        )
     stop = choice.stop if constraint is None else ()
     param = "tools" if output is None else output.param
     sampling, index = await _sampling(
@@ -128,8 +129,9 @@ async def _chat_prompt(
         matched = await asyncio.to_thread(match)
     tokenizer, choice, (unrendered, parents), prompt = matched
     if prompt is None:
-        key = context.prompt_key
-        prompt = await context.state.workers.run(render, tokenizer, unrendered, limit, key)
+        prompt = await context.state.workers.run(
+            render, tokenizer, unrendered, limit, context.prompt_key
+        )
     return tokenizer, choice, prompt, parents[prompt.source]
 
 

@@ -140,7 +140,7 @@ async def admitted(
         state.metrics.running.track_inprogress(),
         state.conversations.history(scope.rollout) as history,
     ):
-        await serving.ready()
+        await serving.engines.ready()
         run = state.calls.run_of(scope.rollout)
         aliases = dict(scope.aliases)
         async with serving.using(model, run=run, step=scope.step, aliases=aliases) as policy:

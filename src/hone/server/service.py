@@ -118,7 +118,7 @@ class TrainingService:
 
         The learner begins to load at the same time, and may still be loading on return.
         """
-        self._learners.launch_ahead(await self._serving.template(record.spec.base_model))
+        self._learners.launch_ahead(await self._serving.engines.tokenizer(record.spec.base_model))
         newest, _ = await self._newest(record)
         await self._serving.resolve(str(record.key))
         return newest
@@ -163,7 +163,7 @@ class TrainingService:
                 job = await asyncio.to_thread(self._jobs.oldest, base_model)
                 if job is not None:
                     loop.job = job.id
-                    with self._serving.holding(base_model):
+                    with self._serving.engines.using(base_model):
                         try:
                             await self._train(job)
                         finally:
@@ -235,7 +235,7 @@ class TrainingService:
 
     async def _newest(self, record: ModelRecord) -> tuple[Checkpoint, BaseTokenizer]:
         """The newest step, written if there is none, and the tokenizer it was made for."""
-        tokenizer = await self._serving.template(record.spec.base_model)
+        tokenizer = await self._serving.engines.tokenizer(record.spec.base_model)
         newest = await asyncio.to_thread(self._stages.newest, record, tokenizer)
         tokenizer.check_made_for(newest)
         return newest, tokenizer
@@ -270,8 +270,13 @@ class TrainingService:
             async with self._serving_paused(job.base_model) as held:
                 await loading.aclose()  # pauses are counted: this one goes on
                 try:
-                    stop = partial(self._check_cancelled, job)
-                    result = await asyncio.to_thread(self._stages.learn, learner, job, newest, stop)
+                    result = await asyncio.to_thread(
+                        self._stages.learn,
+                        learner,
+                        job,
+                        newest,
+                        check_cancelled=partial(self._check_cancelled, job),
+                    )
                 finally:
                     # Before vLLM wakes: it needs the memory.
                     await asyncio.to_thread(self._stages.release, learner, job.base_model)
@@ -300,7 +305,7 @@ class TrainingService:
             yield held
             return
         started = time.monotonic()
-        async with self._serving.paused():
+        async with self._serving.engines.paused():
             yield held
         held["serve/held_s"] = time.monotonic() - started
 

@@ -88,10 +88,7 @@ class Serving:
         own = {"engine": "embedded", "engine_url": None} if open_engine else {}
         self.choice = EngineChoice(settings.model_copy(update=own), models)
         open_engine = around_open(open_engine or self.choice.open)
-        engines = self._engines = Engines(settings, open_engine)
-        self.template, self.base, self.holding = engines.template, engines.get, engines.using
-        self.paused, self.ready, self.status = engines.paused, engines.ready, engines.status
-        self.close_idle, self.log_stats = engines.close_idle, engines.log_stats
+        self.engines = Engines(settings, open_engine)
         self._logged: set[tuple[str, str]] = set()
         """Runs and base models for which the log says what the base model's name means."""
         self._answering = 0
@@ -123,8 +120,8 @@ class Serving:
             base_name, record, at = self._look_up(target, run, step)
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
-        base = await self.base(base_name)
-        with self.holding(base_name):
+        base = await self.engines.base(base_name)
+        with self.engines.using(base_name):
             adapter = None
             if record is not None and at is None:
                 if record.key not in base.adapters.newest:
@@ -144,7 +141,7 @@ class Serving:
     async def tokenizer(self, name: str) -> BaseTokenizer:
         """The tokenizer and chat template behind a name, as `resolve` reads it; loads no weights."""
         base_name, record, _ = await asyncio.to_thread(self._look_up, name, None, None)
-        base = await self.template(base_name)
+        base = await self.engines.tokenizer(base_name)
         return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
 
     def _look_up(
@@ -192,7 +189,7 @@ class Serving:
         if not may_load(self._settings, base_model):
             return False
         try:
-            return base_model in self._engines or bool(find(base_model, download=False))
+            return base_model in self.engines or bool(find(base_model, download=False))
         except (ModelNotFound, OSError, ValueError):  # a name no path can have is not found either
             return False
 
@@ -219,7 +216,7 @@ class Serving:
 
     async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         """Load a step into its engine. It becomes what NAME means only by `promote`."""
-        base = await self.base(record.spec.base_model)
+        base = await self.engines.base(record.spec.base_model)
         base.adapters.unproved.add(checkpoint.sha256)
         return await self._load(base, record, checkpoint)
 
@@ -231,18 +228,18 @@ class Serving:
 
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
         """From now on NAME means this step."""
-        base = self._engines.loaded().get(record.spec.base_model)
+        base = self.engines.loaded().get(record.spec.base_model)
         if base is not None:  # else its engine failed, and the next one loads the newest checkpoint
             base.adapters.promote(record.key, adapter, step)
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
         """The loaded steps of a model belong to another name; the old one may be registered anew."""
-        for base in self._engines.loaded().values():
+        for base in self.engines.loaded().values():
             base.adapters.rename(key, new)
 
     def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
         """The step NAME means. Reads the disk if the model is not loaded."""
-        base = self._engines.loaded().get(record.spec.base_model)
+        base = self.engines.loaded().get(record.spec.base_model)
         if base is not None and record.key in base.adapters.newest:
             return base.adapters.newest[record.key]
         checkpoint = self._checkpoints.newest(record.key)
@@ -253,7 +250,7 @@ class Serving:
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""
         known = (record.spec.base_model for record in self._models.list())
-        loaded = self._engines.loaded()
+        loaded = self.engines.loaded()
         return {name: name in loaded for name in sorted({*known, *loaded})}
 
     def served(
@@ -291,7 +288,7 @@ class Serving:
                 for suffix, step in at
             ]
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
-        loaded = [name for name in self._engines.loaded() if may_load(self._settings, name)]
+        loaded = [name for name in self.engines.loaded() if may_load(self._settings, name)]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
         for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
             names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
@@ -320,13 +317,13 @@ class Serving:
         """Check a model's engine_args; an engine with other ones is opened again. Blocking."""
         base_model = canonical(spec.base_model)
         spec = spec.model_copy(update={"base_model": base_model})
-        if self.choice.register(spec, self._engines.in_use(base_model)):
-            self._engines.outdated.add(base_model)
+        if self.choice.register(spec, self.engines.in_use(base_model)):
+            self.engines.outdated.add(base_model)
 
     async def close(self) -> None:
         """Close every engine and cancel the loads under way."""
         await asyncio.to_thread(self.choice.close)
-        await self._engines.close()
+        await self.engines.close()
 
     async def drain(self, deadline_s: float) -> None:
         """Wait until no request is being answered, so that all are recorded."""

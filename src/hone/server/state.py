@@ -100,7 +100,7 @@ class State:
             self.store.close()
 
     async def _log(self) -> None:
-        await self.serving.log_stats()
+        await self.serving.engines.log_stats()
         await asyncio.to_thread(rotate_output, self.settings)
 
     async def _prune(self) -> None:
@@ -117,5 +117,5 @@ class State:
         logged = (prune_groups, settings.root, settings.keep_trajectories_bytes)
         if deleted := await asyncio.to_thread(*logged):
             say("logged trajectories pruned", files=deleted)
-        await self.serving.close_idle(settings.idle_engine_s)
+        await self.serving.engines.close_idle(settings.idle_engine_s)
         await self.service.close_idle(settings.idle_learner_s)

@@ -70,7 +70,7 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
             "one to end, or cancel one",
             retry_after_s=10,
         )
-    tokenizer = await state.serving.template(record.spec.base_model)
+    tokenizer = await state.serving.engines.tokenizer(record.spec.base_model)
     step, adapter = await asyncio.to_thread(state.serving.newest, record)
     sha = None if adapter is None else adapter.sha256
     start = Start(record, config, step, sha, request.advance_when_flat)

@@ -76,9 +76,15 @@ class BaseTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = ModelFiles(self.files.name, self.files.path, self.files.source)  # nothing it read
-        template = self.template
-        settings = (template.kwargs, template.today, self.weights_sha256, self.max_positions)
-        return _load_again, (self.fingerprint, files, self.name, *settings)
+        return _load_again, (
+            self.fingerprint,
+            files,
+            self.name,
+            self.template.kwargs,
+            self.template.today,
+            self.weights_sha256,
+            self.max_positions,
+        )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse ids outside the vocabulary; `param` is the key of the request that has them."""

@@ -234,9 +234,10 @@ def _job_routes(state: State, router: APIRouter) -> None:
     ) -> Response:
         """What a job is trained on, token by token."""
         job, packed, picture_dir = await asyncio.to_thread(_trained_on, state, job_id)
-        tokenizer = await state.serving.template(job.base_model)
-        page = (tokenizer, job, packed, picture_dir, offset, limit)
-        text = await state.workers.run(token_page, *page)
+        tokenizer = await state.serving.engines.tokenizer(job.base_model)
+        text = await state.workers.run(
+            token_page, tokenizer, job, packed, picture_dir, offset, limit
+        )
         return Response(text, media_type="application/json")
 
     @router.post("/jobs/{job_id}/cancel")

@@ -210,8 +210,9 @@ class CallStore:
             for row in rows:
                 seq = None
                 if row.parent is not None:
-                    query = "SELECT seq FROM calls WHERE id = ?"
-                    (seq,) = db.execute(query, (row.parent.id,)).fetchone() or (None,)
+                    (seq,) = db.execute(
+                        "SELECT seq FROM calls WHERE id = ?", (row.parent.id,)
+                    ).fetchone() or (None,)
                     if seq is None:  # pruned since
                         row = Row(row.call, None)
                 insert(db, row.values(seq))

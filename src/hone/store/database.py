@@ -39,12 +39,10 @@ _OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
 
 def make_root(root: Path) -> None:
     """Create the root, or close it to other users. Raises ServerError if that is not possible."""
-    root.parent.mkdir(parents=True, exist_ok=True)
     try:
-        root.mkdir(mode=0o700)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
-        if not root.is_dir():
-            raise ServerError(f"--root {root}: is a file; name a directory") from None
+        raise ServerError(f"--root {root}: is a file; name a directory") from None
     if not stat.S_IMODE(root.stat().st_mode) & 0o077:
         return
     entries = os.listdir(root)

@@ -228,8 +228,10 @@ class JobStore(JobEvents):
                     *(groups, idempotency_key, request_sha256),
                 ),
             )
-            refs = [(job.id, call) for call in calls]
-            db.executemany("INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)", refs)
+            db.executemany(
+                "INSERT OR IGNORE INTO call_refs (job, call) VALUES (?, ?)",
+                [(job.id, call) for call in calls],
+            )
             self.write_event(db, self.new_event(job.id, "queued", {}))
         return job
 
@@ -250,8 +252,12 @@ class JobStore(JobEvents):
         job, pinned = self.get(job_id), dict[str, Any]()
         if pin is not None:
             rows = job.config.row_tokens or pin.row_tokens
-            pinned = {"base_step": pin.step, "base_sha256": pin.sha256, "dtype": pin.dtype}
-            pinned["config"] = {**job.config.model_dump(), "row_tokens": rows}
+            pinned = {
+                "base_step": pin.step,
+                "base_sha256": pin.sha256,
+                "dtype": pin.dtype,
+                "config": {**job.config.model_dump(), "row_tokens": rows},
+            }
         failpoint("job/before-take")
         job = self.move(job_id, "running", attempts=job.attempts + 1, waiting_for=None, **pinned)
         failpoint("job/after-take")
@@ -370,7 +376,9 @@ class JobStore(JobEvents):
 
 
 def _update(db: Connection, job: JobInfo) -> None:
-    values = (job.state, job.model_dump_json(), job.id)
-    db.execute("UPDATE jobs SET state = ?, info = ? WHERE id = ?", values)
+    db.execute(
+        "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
+        (job.state, job.model_dump_json(), job.id),
+    )
     if job.state in FINAL:  # its calls may be pruned
         db.execute("DELETE FROM call_refs WHERE job = ?", (job.id,))

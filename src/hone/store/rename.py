@@ -109,10 +109,15 @@ class Renames:
             move(old_dir, new_dir)
         failpoint("rename/after-move")
         same_name = [known for known in self.models.list() if known.key.name == key.name]
-        names = {"old": str(key), "new": str(new), "project": key.project}
-        names |= {"name": key.name, "new_name": new.name}
-        # Runs may call a model by its name alone, if that means no other.
-        names["bare"] = key.name if len(same_name) == 1 else str(key)
+        names = {
+            "old": str(key),
+            "new": str(new),
+            "project": key.project,
+            "name": key.name,
+            "new_name": new.name,
+            # Runs may call a model by its name alone, if that means no other.
+            "bare": key.name if len(same_name) == 1 else str(key),
+        }
         with self.store.transaction(durable=True) as db:
             for statement in UPDATES:
                 db.execute(statement, names)
