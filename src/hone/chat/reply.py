@@ -225,11 +225,10 @@ class StreamParser:
         return tag
 
     def _read_content(self, final: bool) -> bool:
-        text, tag = self._text, False
         if self._tools:
             text, tag = self._take_until(OPEN_CALL, final)
         else:
-            self._text = ""
+            text, tag, self._text = self._text, False, ""
         self._emit("content", self._content.add(text))
         if tag:
             self._call, self._read = HermesCall(), self._read_call

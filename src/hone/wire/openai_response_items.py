@@ -19,8 +19,6 @@ from hone.wire.errors import brief
 from hone.wire.openai_chat import assistant_message, tool_call
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kinds of parts, and the key with the text of each."""
 _INPUT = "in"
 """Separates the digits of a call from the index of one of its input messages."""
 
@@ -146,7 +144,7 @@ class _Turns:
         role = item.get("role")
         if role not in _ROLES:
             raise ValueError(f".role: expected one of {', '.join(_ROLES)}, got {brief(role)}")
-        content = _read_parts(item.get("content"))
+        content = _read_parts(item, "content")
         if role != "assistant":
             self._answer = self._last = None
             self._messages.append({"role": role, "content": content})
@@ -180,10 +178,7 @@ class _Turns:
         answer.calls.append(tool_call(_call_id(item), name, arguments))
 
     def _output(self, item: dict[str, Any]) -> None:
-        try:
-            content = _join_parts(_read_parts(item.get("output")))
-        except ValueError as error:
-            raise ValueError(str(error).replace(".content", ".output", 1)) from None
+        content = _join_parts(_read_parts(item, "output"))
         self._answer = None
         self._messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
 
@@ -215,23 +210,27 @@ def _call_id(item: dict[str, Any]) -> str:
     return call
 
 
-def _read_parts(content: Any) -> str | list[dict[str, str]]:
-    """Text, or parts of a chat message."""
+def _read_parts(item: dict[str, Any], key: str) -> str | list[dict[str, str]]:
+    """The value of this key as text, or as parts of a chat message."""
+    content = item.get(key)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f".content: expected text or a list of parts, got {brief(content)}")
+        raise ValueError(f".{key}: expected text or a list of parts, got {brief(content)}")
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
-        key = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-        text = None if key is None else part.get(key)
-        if not isinstance(text, str):
-            raise ValueError(
-                f".content[{index}]: expected a part of type 'input_text' or 'output_text', got "
-                f"{brief(part)}; this model reads text only, so describe or leave out images, "
-                "audio and files"
-            )
-        parts.append({"type": "text", "text": text})
+        match part:
+            case {"type": "input_text" | "output_text" | "text", "text": str(text)} | {
+                "type": "refusal",
+                "refusal": str(text),
+            }:
+                parts.append({"type": "text", "text": text})
+            case _:
+                raise ValueError(
+                    f".{key}[{index}]: expected a part of type 'input_text' or 'output_text', got "
+                    f"{brief(part)}; this model reads text only, so describe or leave out images, "
+                    "audio and files"
+                )
     return parts[0]["text"] if len(parts) == 1 else parts
 
 
