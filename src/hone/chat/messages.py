@@ -112,14 +112,17 @@ class Message:
             return value
         texts: list[str] = []
         for part in value:
-            is_text = isinstance(part, Mapping) and part.get("type") in ("text", "refusal")
-            text = part.get("text", part.get("refusal")) if is_text else None
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"expected parts of type 'text', got {brief(part)}; this model reads text only, "
-                    "so describe or leave out images, audio and files"
-                )
-            texts.append(text)
+            match part:
+                case {"type": "text" | "refusal", "text": str(text)} | {
+                    "type": "refusal",
+                    "refusal": str(text),
+                }:
+                    texts.append(text)
+                case _:
+                    raise ValueError(
+                        f"expected parts of type 'text', got {brief(part)}; this model reads text "
+                        "only, so describe or leave out images, audio and files"
+                    )
         # One line per part, as vLLM joins them: an agent that moves between the two sees one prompt.
         return "\n".join(texts)
 

@@ -69,12 +69,12 @@ def chat_messages(system: Any, messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def _role(message: Any, where: str) -> str:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(role, str) or role not in _KINDS:
-        raise invalid_value(
-            where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
-        )
-    return role
+    match message:
+        case {"role": str(role)} if role in _KINDS:
+            return role
+    raise invalid_value(
+        where, f"expected role 'user' or 'assistant' and content, got {brief(message)}"
+    )
 
 
 def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:

@@ -54,15 +54,15 @@ def _read(key: str, value: Any) -> OutputFormat | None:
 
 
 def _response_format(value: Any, key: str) -> OutputFormat | None:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return _format(kind, True, key)
-    if kind == "json_schema":
-        inner = value.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        return _format("json", schema, f"{key}.json_schema.schema")
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return _format("json_object", True, key)
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return _format("json", schema, f"{key}.json_schema.schema")
+        case {"type": "json_schema"}:
+            return _format("json", None, f"{key}.json_schema.schema")
     raise BadRequest(
         f"{key}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or {{'type': 'json_schema', "
         f"'json_schema': {{'name': ..., 'schema': ...}}}}, got {brief(value)}",
