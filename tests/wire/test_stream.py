@@ -62,3 +62,11 @@ def test_text_tool_calls_logprobs_and_ids_of_two_choices_are_joined():
 def test_an_error_event_is_all_that_is_left():
     body = chunks({"index": 0, "text": "a"}) + write_event({"error": {"message": "broke"}})
     assert join_events(body) == {"error": {"message": "broke"}}
+
+
+def test_a_chunk_may_say_that_there_is_no_tool_call_yet():
+    call = {"index": 0, "id": "a", "function": {"name": "look", "arguments": "{}"}}
+    deltas = [{"role": "assistant", "content": "", "tool_calls": None}, {"tool_calls": [call]}]
+    events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    (choice,) = join_events(b"".join(map(write_event, events)))["choices"]
+    assert choice["message"]["tool_calls"] == [{k: v for k, v in call.items() if k != "index"}]

@@ -113,10 +113,9 @@ class Message:
         texts: list[str] = []
         for part in value:
             match part:
-                case {"type": "text" | "refusal", "text": str(text)} | {
-                    "type": "refusal",
-                    "refusal": str(text),
-                }:
+                case {"type": "text" | "refusal", "text": str(text)}:
+                    texts.append(text)
+                case {"type": "refusal", "refusal": str(text)}:
                     texts.append(text)
                 case _:
                     raise ValueError(

@@ -220,10 +220,9 @@ def _read_parts(item: dict[str, Any], key: str) -> str | list[dict[str, str]]:
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         match part:
-            case {"type": "input_text" | "output_text" | "text", "text": str(text)} | {
-                "type": "refusal",
-                "refusal": str(text),
-            }:
+            case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case {"type": "refusal", "refusal": str(text)}:
                 parts.append({"type": "text", "text": text})
             case _:
                 raise ValueError(

@@ -104,7 +104,7 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
         if value is None:
             whole.setdefault(key, None)
         elif key == "tool_calls":
-            calls = whole.setdefault(key, {})
+            calls = whole[key] = before or {}
             for place, call in enumerate(value):
                 known = calls.setdefault(call.get("index", place), {})
                 _add(known, {k: v for k, v in call.items() if k != "index"})
