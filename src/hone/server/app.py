@@ -67,7 +67,18 @@ def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
 def _app(
     state: State, title: str, parts: tuple[Callable[[State], APIRouter], ...], *, control: bool
 ) -> FastAPI:
-    app = FastAPI(title=title, version=hone.__version__, docs_url=None, redoc_url=None)
+    async def respond(request: Request, error: Exception) -> JSONResponse:
+        return _error_response(state, request.scope, error)
+
+    app = FastAPI(
+        title=title,
+        version=hone.__version__,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys(
+            (HoneError, RequestValidationError, HTTPException), respond
+        ),
+    )
     plain: dict[str, PlainRoute] = {}
     for routes in parts:
         router = routes(state)
@@ -75,11 +86,6 @@ def _app(
         plain |= {route.path: route for route in router.routes if isinstance(route, PlainRoute)}
     app.include_router(_status_routes(state, control=control))
 
-    async def respond(request: Request, error: Exception) -> JSONResponse:
-        return _error_response(state, request.scope, error)
-
-    for kind in (HoneError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, respond)
     app.add_middleware(_Middleware, state=state, control=control, plain=plain)
     if origins := state.settings.allowed_origins:
         # Before the key is checked: a browser asks without it whether the page may send it.

@@ -290,9 +290,8 @@ class Serving:
         bases = {record.spec.base_model: record.created_at for record in reversed(records)}
         loaded = [name for name in self.engines.loaded() if may_load(self._settings, name)]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
-        for base in dict.fromkeys([*bases, *loaded, *map(canonical, allowed)]):
-            names.append(ServedName(base, base, 0, bases.get(base, 0.0)))
-        return names
+        every = dict.fromkeys([*bases, *loaded, *map(canonical, allowed)])
+        return names + [ServedName(base, base, 0, bases.get(base, 0.0)) for base in every]
 
     # ---- concurrency ------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Out:  the JobInfo of an accepted job, on disk; or the error that says why it is 
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -33,22 +33,17 @@ async def reading(
 
     `release` is called when the body is no longer needed.
     """
-    run: Any
-    if len(body) <= state.settings.large_body_bytes:
-        run = partial(asyncio.to_thread, job_tasks.call, job_tasks.Parsed())
-        yield run, _checked(await run(job_tasks.read, kind, body))
-        return
-    async with state.workers.worker() as worker:
-        run = partial(worker.run, job_tasks.call, None)
-        head = _checked(await run(job_tasks.read, kind, body))
+    async with AsyncExitStack() as reserved:
+        if len(body) <= state.settings.large_body_bytes:
+            run: Any = partial(asyncio.to_thread, job_tasks.call, job_tasks.Parsed())
+        else:
+            worker = await reserved.enter_async_context(state.workers.worker())
+            run = partial(worker.run, job_tasks.call, None)
+        head = await run(job_tasks.read, kind, body)
+        if isinstance(head, job_tasks.Invalid):
+            raise RequestValidationError(head.errors)
         release()
         yield run, head
-
-
-def _checked(head: job_tasks.Head | job_tasks.Invalid) -> job_tasks.Head:
-    if isinstance(head, job_tasks.Invalid):
-        raise RequestValidationError(head.errors)
-    return head
 
 
 async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> JobInfo:

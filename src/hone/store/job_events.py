@@ -87,8 +87,9 @@ class JobEvents:
             "SELECT * FROM job_events WHERE job = ? AND id > ? ORDER BY id LIMIT ?",
             (job_id, after, limit),
         )
-        for row in rows:
-            events[row["id"]] = JobEvent(**{**dict(row), "data": json.loads(row["data"])})
+        events |= {
+            row["id"]: JobEvent(**{**dict(row), "data": json.loads(row["data"])}) for row in rows
+        }
         ordered = [events[id] for id in sorted(events)]
         return ordered if limit < 0 else ordered[:limit]
 
