@@ -75,7 +75,7 @@ class Learners:
         """Start loading the learner once, if there is enough memory; does not wait."""
         slot = self._slot(tokenizer)
         if slot.ahead is None and not self._closed:
-            self._start_ahead(slot, tokenizer)
+            slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
 
     @asynccontextmanager
     async def borrow(self, tokenizer: BaseTokenizer) -> AsyncIterator[LearnerProcess]:
@@ -126,25 +126,24 @@ class Learners:
             if slot.learner is not None:
                 await asyncio.to_thread(slot.learner.close)
         ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
-        await asyncio.gather(
-            *ahead, return_exceptions=True
-        )  # they close what they have just launched
+        # They close what they have just launched.
+        await asyncio.gather(*ahead, return_exceptions=True)
 
     def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
         return self._slots.setdefault(tokenizer.name, _Slot())
 
-    def _start_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
-        slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
-        slot.ahead.add_done_callback(_log_if_failed)
-
     async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
-        if await asyncio.to_thread(fits_beside_engine, tokenizer, self._choice):
-            learner = await self._launched(slot, tokenizer, gives_way=True)
-            if self._closed:
+        try:
+            if not await asyncio.to_thread(fits_beside_engine, tokenizer, self._choice):
                 return
-            say("its learner loads ahead of the first job", base_model=tokenizer.name)
-            await asyncio.to_thread(learner.ready)
-            slot.died = None
+            learner = await self._launched(slot, tokenizer, gives_way=True)
+            if not self._closed:
+                say("its learner loads ahead of the first job", base_model=tokenizer.name)
+                await asyncio.to_thread(learner.ready)
+                slot.died = None
+        except Exception as error:  # noqa: BLE001  whatever it is: the first job meets it again
+            text = "no learner could be launched ahead; the first job tries it"
+            log.warning(text, exc_info=error)
 
     async def _launched(
         self, slot: _Slot, tokenizer: BaseTokenizer, *, gives_way: bool
@@ -204,17 +203,12 @@ class Learners:
         )
         slot.deaths += 1
         if slot.deaths <= REPLACED:
-            self._start_ahead(slot, tokenizer)
+            slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
 
     async def _drop(self, slot: _Slot, deadline_s: float = 0.0) -> None:
         learner, slot.learner = slot.learner, None
         if learner is not None:
             await asyncio.to_thread(learner.close, deadline_s=deadline_s)
-
-
-def _log_if_failed(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("no learner could be launched ahead; the first job tries it", exc_info=error)
 
 
 @dataclass(frozen=True, slots=True)
