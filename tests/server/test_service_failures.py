@@ -1,5 +1,6 @@
 """Jobs that go wrong: each says why, leaves the step before, and the next one runs."""
 
+import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hone.learner.worker import LearnerSpec
 from hone.models.decoder import Decoder
 from hone.server import supervision
 from hone.server.learners import PATIENT
+from hone.store import checkpoints
 from hone.types import ModelKey
 
 KEY = ModelKey("default", "agent")
@@ -173,9 +175,11 @@ class TellsCalls(EmbeddedEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.calls: list[tuple[str, int, bool]] = []
+        self.directories: list[str] = []
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
         self.calls.append(("publish", adapter.step, True))
+        self.directories.append(directory.name)
         if adapter.step == 2 and self.fails:
             self.fails -= 1
             raise EngineFailed("it died")
@@ -197,7 +201,7 @@ class TellsCalls(EmbeddedEngine):
 async def test_the_step_before_is_probed_before_the_publish(
     tiny_model: Path, tmp_path: Path, fails: int
 ):
-    """Its hash is not asked for. An attempt that finds the step saved probes both."""
+    """Its hash is not asked for. The step is loaded while it is saved, or else afterwards."""
     engine = TellsCalls(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
     async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
         await server.trained(tiny_model, 0)
@@ -207,8 +211,27 @@ async def test_the_step_before_is_probed_before_the_publish(
         await server.trained(tiny_model, 10)
     assert not server.service._probing
     before, publish, after = ("probe", 1, False), ("publish", 2, True), ("probe", 2, True)
-    assert engine.calls[:2] == [before, publish]
-    assert engine.calls[2:] == ([publish, before, after] if fails else [after])
+    assert engine.calls == [before, publish, *[publish] * fails, after]
+    saving, saved = ".0002.unproved.partial", "0002.unproved"
+    assert engine.directories[1:] == [saving, *[saved] * fails]
+
+
+async def test_a_step_that_could_not_be_saved_is_loaded_anew_once_it_is(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervision, "FIRST_S", 0.01)
+    engine = TellsCalls(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
+
+    def broken(path: Path) -> None:
+        monkeypatch.undo()
+        raise OSError(errno.EIO, "the disk is broken", str(path))
+
+    async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
+        await server.trained(tiny_model, 0)
+        engine.calls.clear()
+        monkeypatch.setattr(checkpoints, "sync", broken)
+        await server.trained(tiny_model, 10)
+    assert engine.calls.count(("publish", 2, True)) == 2
 
 
 async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tmp_path: Path):

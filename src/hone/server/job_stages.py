@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -190,6 +190,7 @@ class JobStages:
         result: dict[str, Any],
         tokenizer: BaseTokenizer,
         record: ModelRecord,
+        meanwhile: Callable[[Checkpoint], AbstractContextManager[None]],
     ) -> Checkpoint:
         """Save the learner's step, with what is needed to prove it and to train from it."""
         assert job.base_step is not None and learner.info is not None, (job, learner.info)
@@ -204,6 +205,7 @@ class JobStages:
             job.base_step + 1,
             fill,
             proved=False,
+            meanwhile=meanwhile,
             job=job.id,
             base_model=tokenizer.name,
             base_step=job.base_step,

@@ -14,13 +14,20 @@ job_stages.py decides what happens to a job that fails.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent import futures
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from hone.errors import Cancelled, NotProved, OutOfMemory, StorageError
+from hone.errors import Cancelled, EngineError, NotProved, OutOfMemory, StorageError
 from hone.inference.base import AdapterRef, Probe
 from hone.logs import say
 from hone.server.job_stages import JobStages
@@ -286,11 +293,36 @@ class TrainingService:
                 return None, result
             # While the step is saved: requests that wait for it wait for half of the proof only.
             self._probe_before(job, base, record, newest, result["movement"])
-            checkpoint = await asyncio.to_thread(
-                self._stages.save, learner, job, result, base, record
-            )
+            load = self._loading(record, asyncio.get_running_loop())
+            saving = self._stages.save, learner, job, result, base, record, load
+            try:
+                checkpoint = await asyncio.to_thread(*saving)
+            except Exception:
+                unsaved = AdapterRef(job.model, newest.step + 1, result["sha256"])
+                with suppress(EngineError):
+                    await base.adapters.withdraw(unsaved)
+                raise
             failpoint("job/after-save")
             return checkpoint, result
+
+    def _loading(
+        self, record: ModelRecord, loop: asyncio.AbstractEventLoop
+    ) -> Callable[[Checkpoint], AbstractContextManager[None]]:
+        """What loads a step into its engine while a thread hashes and syncs its files.
+
+        It only saves time: the step is published, and errors are raised, once it is on disk.
+        """
+
+        @contextmanager
+        def load(checkpoint: Checkpoint) -> Iterator[None]:
+            publishing = self._serving.publish(record, checkpoint)
+            loaded = asyncio.run_coroutine_threadsafe(publishing, loop)
+            try:
+                yield
+            finally:
+                futures.wait([loaded])  # the engine may still read the files
+
+        return load
 
     @asynccontextmanager
     async def _serving_paused(self, base_model: str) -> AsyncIterator[dict[str, float]]:

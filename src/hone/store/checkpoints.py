@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,9 +101,14 @@ class Checkpoints:
         fill: Callable[[Path], str],
         *,
         proved: bool = True,
+        meanwhile: Callable[[Checkpoint], AbstractContextManager[None]] | None = None,
         **manifest: Any,
     ) -> Checkpoint:
-        """Write a step from the files that `fill` writes; `fill` returns the adapter's hash."""
+        """Write a step from the files that `fill` writes; `fill` returns the adapter's hash.
+
+        `meanwhile` may read the files of the step, whose path is not the last one, while they are hashed
+        and synced; they are renamed after it.
+        """
         target = self._directory(key, step, "" if proved else UNPROVED)
         partial = target.with_name(f".{target.name}.partial")
         with storage(target):
@@ -120,15 +126,17 @@ class Checkpoints:
                     "sha256": sha256,
                     "created_at": time.time(),
                     **manifest,
-                    "files": {file.name: sha256_of(file) for file in sorted(partial.iterdir())},
                 }
-                (partial / MANIFEST).write_text(
-                    json.dumps(content, indent=2) + "\n", encoding="utf-8"
-                )
-                failpoint("checkpoint/before-fsync")
-                for file in (*partial.iterdir(), partial):
-                    sync(file)
-                failpoint("checkpoint/after-fsync")
+                filled = Checkpoint(key, step, partial, sha256, dict(content))
+                with nullcontext() if meanwhile is None else meanwhile(filled):
+                    content["files"] = {f.name: sha256_of(f) for f in sorted(partial.iterdir())}
+                    (partial / MANIFEST).write_text(
+                        json.dumps(content, indent=2) + "\n", encoding="utf-8"
+                    )
+                    failpoint("checkpoint/before-fsync")
+                    for file in (*partial.iterdir(), partial):
+                        sync(file)
+                    failpoint("checkpoint/after-fsync")
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
