@@ -112,7 +112,8 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = before or {}
             _add(whole[key], value)
         elif isinstance(value, list):
-            whole[key] = [*(before or ()), *value]
+            whole[key] = before or []
+            whole[key] += value
         elif isinstance(value, str) and before and key not in _REPLACED:
             whole[key] = before + value
         else:
