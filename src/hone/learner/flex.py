@@ -191,8 +191,8 @@ def attention(
     }
     # With `enable_gqa` one program of the backward kernel would compute all heads of a group in turn:
     # 1.55 instead of 1.19 ms with 16 heads in 2 groups (H200, 8,192 tokens).
-    heads = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
+    if (heads := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
     if s_aux is None:
         out = call(query, key, value, **options)
     else:
