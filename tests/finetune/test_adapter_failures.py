@@ -33,11 +33,15 @@ async def submitted(
         adapter = adapter_for(RemoteBackend(url), "b")
         adapter.backend.patience_s = patience_s
         adapter.run_config = finetuning(**run)
-        episode = [message("user", "u"), message("assistant", "a", {"content": [{}]})]
-        group = [Trajectory(episode=episode, reward=r) for r in (0.0, 1.0)]
-        sent = TrajectoryCollection(trajectories=[group], run_id="r", metadata={"key": "k"})
-        yield adapter, await adapter.submit(sent)
+        yield adapter, await adapter.submit(collection("k"))
         await adapter.close()
+
+
+def collection(key: str) -> TrajectoryCollection:
+    """What is submitted for a job of the run `r`."""
+    episode = [message("user", "u"), message("assistant", "a", {"content": [{}]})]
+    group = [Trajectory(episode=episode, reward=r) for r in (0.0, 1.0)]
+    return TrajectoryCollection(trajectories=[group], run_id="r", metadata={"key": key})
 
 
 async def test_a_job_that_runs_and_one_too_many():
@@ -160,6 +164,33 @@ async def test_whoever_stops_waiting_does_not_stop_the_job():
         assert standin.job.info.state == "queued"
         standin.emit("done", step=1)
         assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+
+
+async def test_the_next_job_is_accepted_once_the_last_has_ended_however_that_was_noticed():
+    for event in ("done", "cancelled"):
+        standin = StandIn()
+        async with submitted(standin) as (adapter, ref):
+            waiting = asyncio.create_task(adapter.wait_until_complete(ref))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(Conflict, match="has not ended"):
+                await adapter.submit(collection("next"))
+            standin.emit(event)  # which `status` shows; a trainer of a plugin may use nothing else
+            assert (await adapter.status(ref)).status is not TrainingStatusEnum.PENDING
+            assert (await adapter.submit(collection("next"))).run_id == "r"
+
+
+async def test_waiting_for_an_earlier_job_does_not_admit_a_second_one():
+    standin = StandIn()
+    async with submitted(standin) as (adapter, ref):
+        standin.emit("done", step=1)
+        assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+        await adapter.submit(collection("next"))
+        assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+        with pytest.raises(Conflict, match="has not ended"):
+            await adapter.submit(collection("next"))
 
 
 async def test_a_server_that_stays_away_under_a_job():

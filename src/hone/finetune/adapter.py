@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from hone.backends.http import FINAL
 from hone.backends.local import LocalBackend
 from hone.backends.remote import RemoteBackend
 from hone.capture.base import host_of
@@ -93,7 +94,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
         self.training_jobs: dict[str, str] = {}
-        """By run id, the job of each that has not ended, as far as is known here."""
+        """By run id, the newest job of each."""
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -242,7 +243,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         """Submit a job; it is on the server's disk on return."""
         run_id, place = trajectories.run_id, trajectories.metadata or {}
         training = self.adapter_config.training
-        if run_id in self.training_jobs:
+        last = self.training_jobs.get(run_id)
+        if last is not None and (await self.backend.job(last)).state not in FINAL:
             raise Conflict(
                 f"Training job for run {run_id} already exists and has not ended; wait for it "
                 "with wait_until_complete first"
@@ -279,11 +281,11 @@ class ARTTrainerAdapter(TrainerAdapter):
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
         """Wait for its last event; cancelling the wait does not stop the job."""
-        job_id, status, why = _job_id(ref), None, ""
+        job_id = _job_id(ref)
         limit_s = 86400.0 if self.run_config is None else self.run_config.job_timeout_s
         try:
             job = await self.backend.wait(job_id, on_event=self._on_event, timeout_s=limit_s)
-            status = self._described(ref, job)
+            return self._described(ref, job)
         except TimeoutError:
             ending = "was cancelled"
             try:
@@ -296,8 +298,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             )
         except HoneError as error:
             why = f"{type(error).__name__}: {error}"
-        self.training_jobs.pop(ref.run_id, None)
-        return status or TrainingJobStatus(
+        return TrainingJobStatus(
             run_id=ref.run_id,
             backend=ref.backend,
             status=TrainingStatusEnum.FAILED,

@@ -303,14 +303,17 @@ async def art_trajectory_builder(
 
     def names_of(wanted: str) -> frozenset[str]:
         key = wanted if wanted in builder.document.llms else builder.policy
-        sent = (key and builder.get_model_name(key)) or wanted
-        trained = builder.served and builder.served.trained
+        sent = wanted if key is None else builder.get_model_name(key) or wanted
+        trained = None if builder.served is None else builder.served.trained
+        if trained is None:
+            return frozenset({sent})
         # All names of the policy: an agent's own client may send another one than the entry.
-        return (trained and trained.names_like(sent)) or frozenset({sent})
+        return trained.names_like(sent) or frozenset({sent})
 
     trajectory_builder.llm_names = names_of
-    adapter = str(builder.document.finetuning.trainer_adapter)
-    trajectory_builder.adapter = await builder.get_trainer_adapter(adapter)
+    adapter = builder.document.finetuning.trainer_adapter
+    if adapter is not None:
+        trajectory_builder.adapter = await builder.get_trainer_adapter(adapter)
     yield trajectory_builder
     await trajectory_builder.cancel()
 
