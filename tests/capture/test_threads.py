@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 import hone
 from hone.capture.base import current
+from hone.capture.httpx import client_patches
 from hone.workflow.loop import run_loop
 
 SUBMIT = ThreadPoolExecutor.__dict__["submit"]
@@ -55,6 +57,22 @@ def test_arguments_errors_and_the_class_itself_are_as_before():
         assert pool.submit(divmod, 7, 2).result() == (3, 1)
         assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
         assert ThreadPoolExecutor.__dict__["submit"] is not SUBMIT
+    assert ThreadPoolExecutor.__dict__["submit"] is SUBMIT
+
+
+def test_a_scope_that_could_not_open_leaves_the_next_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # A client library that cannot be imported, and then can.
+    (tmp_path / "unfinished.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("hone.capture.httpx.LIBRARIES", ("unfinished",))
+        client_patches.cache_clear()
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"), hone.rollout():
+            pass
+    with hone.rollout("a"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(here).result() == "a"
     assert ThreadPoolExecutor.__dict__["submit"] is SUBMIT
 
 

@@ -70,3 +70,34 @@ def test_a_chunk_may_say_that_there_is_no_tool_call_yet():
     events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     (choice,) = join_events(b"".join(map(write_event, events)))["choices"]
     assert choice["message"]["tool_calls"] == [{k: v for k, v in call.items() if k != "index"}]
+
+
+def test_what_a_choice_has_beside_its_answer_comes_whole_in_every_chunk():
+    # Azure repeats the verdicts of its filters, OpenRouter and SGLang why the answer ended.
+    safe = {"hate": {"filtered": False, "severity": "safe"}}
+    ended = {"finish_reason": "stop", "native_finish_reason": "eos", "matched_stop": "END"}
+    part = {"index": 0, "delta": {"content": "a"}, "content_filter_results": safe, **ended}
+    (choice,) = join_events(chunks(part, part | {"delta": None}))["choices"]
+    message = {"role": "assistant", "content": "a"}
+    assert choice == {"index": 0, "message": message, "content_filter_results": safe, **ended}
+
+
+def test_text_may_follow_parts_as_mistral_sends_it_after_its_reasoning():
+    parts = [{"type": "thinking", "thinking": []}]
+    chosen = [{"index": 0, "delta": {"content": content}} for content in (parts, "b", "c")]
+    (choice,) = join_events(chunks(*chosen))["choices"]
+    assert choice["message"]["content"] == "bc"
+
+
+def test_a_block_has_the_text_of_its_deltas_only():
+    cited = {"type": "citations_delta", "citation": {"cited_text": "a"}}
+    deltas = [
+        cited,
+        {"type": "text_delta", "text": "b"},
+        cited,
+        {"type": "text_delta", "text": "c"},
+    ]
+    body = write_event({"type": "message_start", "message": {"type": "message"}}) + b"".join(
+        write_event({"type": "content_block_delta", "index": 0, "delta": delta}) for delta in deltas
+    )
+    assert join_events(body)["content"] == [{"text": "bc"}]

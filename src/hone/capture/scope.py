@@ -241,14 +241,13 @@ class _Patches:
 
     def open(self) -> None:
         with self._lock:
+            if not self._open:
+                for kind, name, wrap in (*client_patches(), *EXECUTOR_PATCHES):
+                    original = kind.__dict__[name]
+                    ours = wrap(original)
+                    setattr(kind, name, ours)
+                    self._replaced.append((kind, name, original, ours))
             self._open += 1
-            if self._open > 1:
-                return
-            for kind, name, wrap in (*client_patches(), *EXECUTOR_PATCHES):
-                original = kind.__dict__[name]
-                ours = wrap(original)
-                setattr(kind, name, ours)
-                self._replaced.append((kind, name, original, ours))
 
     def close(self) -> None:
         with self._lock:

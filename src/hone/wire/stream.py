@@ -19,8 +19,8 @@ _END = re.compile(
     rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M
 )
 """The last event of a stream: of chat completions and completions, of responses, of messages."""
-_REPLACED = ("role", "type", "id", "call_id", "finish_reason", "stop_reason", "signature")
-"""Strings that come whole, as often as a server likes to repeat them."""
+_REPLACED = ("role", "type", "id", "signature")
+"""Strings of a message that come whole, as often as a server likes to repeat them."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -75,9 +75,15 @@ class Chunks:
         self._response |= {k: v for k, v in chunk.items() if k != "choices" and v is not None}
         for part in chunk.get("choices") or ():
             choice = self._choices.setdefault(part.get("index", 0), {})
-            if "delta" in part:
-                choice.setdefault("message", {"role": "assistant", "content": None})
-            _add(choice, {"message" if k == "delta" else k: v for k, v in part.items()})
+            for key, value in part.items():
+                if key == "delta":
+                    message = choice.setdefault("message", {"role": "assistant", "content": None})
+                    _add(message, value or {})
+                elif key in ("text", "logprobs", "token_ids"):
+                    # vLLM sends the token ids of each chunk, a hone server all of them in the last.
+                    _add(choice, {key: value})
+                elif value is not None or key not in choice:
+                    choice[key] = value
 
     def join(self) -> dict[str, Any]:
         """The response as it would have been without streaming, so far."""
@@ -95,10 +101,7 @@ def _whole_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add a delta: text and lists grow, tool calls by their index, the rest is replaced.
-
-    vLLM sends the token ids of each chunk, a hone server all of them in the last.
-    """
+    """Add a delta: text and lists grow, tool calls by their index, the rest is replaced."""
     for key, value in part.items():
         before = whole.get(key)
         if value is None:
@@ -112,9 +115,9 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = before or {}
             _add(whole[key], value)
         elif isinstance(value, list):
-            whole[key] = before or []
+            whole[key] = before if isinstance(before, list) else []
             whole[key] += value
-        elif isinstance(value, str) and before and key not in _REPLACED:
+        elif isinstance(value, str) and isinstance(before, str) and key not in _REPLACED:
             whole[key] = before + value
         else:
             whole[key] = value
@@ -134,8 +137,9 @@ def join_message(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif kind == "content_block_start":
             blocks[index] = dict(event.get("content_block") or {})
         elif kind == "content_block_delta":
-            delta = {k: v for k, v in (event.get("delta") or {}).items() if k != "type"}
-            _add(blocks.setdefault(index, {}), delta)
+            delta = event.get("delta") or {}
+            texts = {k: v for k, v in delta.items() if k != "type" and isinstance(v, str)}
+            _add(blocks.setdefault(index, {}), texts)
         elif kind == "message_delta":
             known = {k: v for k, v in event.items() if k not in ("type", "delta", "usage")}
             used = {**(message.get("usage") or {}), **(event.get("usage") or {})}
