@@ -94,8 +94,11 @@ def test_a_bad_line_elsewhere_is_an_error_with_its_place(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(record("a", 0))
         path = tmp_path / "trajectories" / "epoch_000.jsonl"
-        path.write_bytes(b"{}\n" + path.read_bytes())
-        with pytest.raises(StateError, match=r"epoch_000\.jsonl:1: not a rollout.*--fresh"):
+        path.write_bytes(b"\n" + path.read_bytes())  # an empty line is none
+        assert [r.example for r in journal.records("train", 0)] == ["a"]
+    with Journal.open(tmp_path, FACTS) as journal:
+        path.write_bytes(b"\n{}\n" + path.read_bytes())
+        with pytest.raises(StateError, match=r"epoch_000\.jsonl:2: not a rollout.*--fresh"):
             journal.records("train", 0)
 
 

@@ -12,6 +12,7 @@ from tests.finetune.worlds import collected
 
 from hone.config.schema import ValidationConfig
 from hone.errors import PolicyFailure
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
 from hone.event_log import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
@@ -117,6 +118,22 @@ async def test_failures_of_the_policy_are_worth_what_the_configuration_says(benc
     await bench.run(1)
     first, _ = bench.events("validation")
     assert (first["avg_reward"], first["rewards"], first["failures"]) == (-1.0, {"x": [-1.0]}, 0)
+
+
+async def test_only_the_reward_is_computed_of_an_evaluation_with_more_evaluators(bench: Bench):
+    asked: list[str] = []
+
+    class Judge:
+        async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+            asked.append(item.id)
+            return EvalOutputItem(id=item.id, score=0.0)
+
+    bench.validation = evaluation("x")
+    bench.validation.evaluators["judge"] = Judge()
+    await bench.run(1)
+    with Journal.open(bench.directory, {}) as journal:
+        [record] = journal.finished("val", 0).values()
+    assert (record.scores, asked) == ({"score": 0.5}, [])
 
 
 def half_broken(input: str) -> str:

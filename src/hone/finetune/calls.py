@@ -91,8 +91,9 @@ class Targets:
         `search` is every call of the function `search`, `research.model` that of a node `model` in
         a subgraph `research`.
         """
-        ends = any(path == name or path.endswith(f".{name}") for name in self.functions)
-        return WORKFLOW in self.functions or ends
+        if WORKFLOW in self.functions:
+            return True
+        return any(path == name or path.endswith(f".{name}") for name in self.functions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
             document, options.dataset, validates=validates, endpoint=options.endpoint
         ),
     )
-    reward = document and document.finetuning.reward_name
+    reward = None if document is None else document.finetuning.reward_name
     validation, held_out = None, document
     if options.validation_config_file is not None:
         validation, wrong = _examine(

@@ -354,6 +354,8 @@ def read_records(path: Path) -> Iterator[RolloutRecord]:
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line:
+            continue
         try:
             yield RolloutRecord.model_validate_json(line)
         except ValidationError as error:

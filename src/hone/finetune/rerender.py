@@ -175,7 +175,8 @@ def _wrong_order(trajectory: Trajectory) -> str | None:
     metadata = trajectory.metadata or {}
     if metadata.get("from_dataset") or _calls(trajectory) is not None:
         return None
-    where = f"example {metadata['id']!r}: " if "id" in metadata else ""
+    example = metadata.get("id")
+    where = "" if example is None else f"example {example!r}: "
     for episode in conversations(trajectory):
         if not episode:
             return f"{where}Trajectory episode is empty."

@@ -70,11 +70,13 @@ class Rollouts:
         self._run_id, self._session, self._journal = run_id, session, journal
         self._where = {"split": split, "epoch": epoch, "round": round}
         self._numbers = {item.id: n for n, item in enumerate(evaluation.items)}
+        reward = config.reward_name
+        self._evaluators = None if reward is None else [reward]
         self._unscored: Path | None = None
         self._ended: dict[tuple[str, int], tuple[str, EvalInputItem]] = {}
         self._groups: dict[str, RolloutGroup] = {}
         """By example; none if the reward compares nothing."""
-        if evaluation.compares():
+        if evaluation.compares(self._evaluators):
             self._unscored = None if journal is None else journal.unscored(split, epoch)
             ended = _read(self._unscored, round, {item.id: item for item in items})
             self._ended = {place: one for place, one in ended.items() if place not in known}
@@ -145,11 +147,13 @@ class Rollouts:
             if ended is not None:
                 return await self._score(*ended, group.member(generation))
             member = group.member(generation, partial(self._note, item.id, generation, rollout))
-        return await self._evaluation.run_item(item, rollout=rollout, member=member, **options)
+        return await self._evaluation.run_item(
+            item, rollout=rollout, evaluators=self._evaluators, member=member, **options
+        )
 
     async def _score(self, rollout: str, item: EvalInputItem, member: Member) -> ItemResult:
         """Score a rollout that ended in an earlier start."""
-        scored = await self._evaluation.score_item(item, member=member)
+        scored = await self._evaluation.score_item(item, evaluators=self._evaluators, member=member)
         ran = RolloutResult(
             id=rollout,
             output=item.output_obj,
@@ -186,6 +190,8 @@ def _read(
     open_lines(path).close()  # which cuts a torn last line
     ended = {}
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        if not text:
+            continue
         try:
             line = from_json(text)
             example, generation = line["example"], line["generation"]

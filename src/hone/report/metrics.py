@@ -23,7 +23,8 @@ def write(output_dir: Path, history: History) -> None:
     rounds, run_id = history.rounds, history.run.run_id or None
     lines = [json.dumps(_line(r, run_id)) + "\n" for r in rounds]
     write_atomic(output_dir / "training_metrics.jsonl", "".join(lines))
-    curriculum = [s for r in rounds if r.collected and (s := r.collected.curriculum_state)]
+    states = [r.collected.curriculum_state for r in rounds if r.collected]
+    curriculum = [state for state in states if state]
     for name, value in {
         "reward_history": reward_history(history),
         "validation_history": validation_history(history) or None,
