@@ -379,6 +379,26 @@ async def test_a_step_is_what_name_means_only_once_promoted(world: World) -> Non
     assert world.serving.newest(record) == (2, adapter)
 
 
+async def test_a_step_that_was_published_to_an_engine_that_failed_is_loaded_into_the_next(
+    world: World,
+) -> None:
+    record = world.model(steps=1)
+    adapter = await world.serving.publish(record, world.write(record, 2))
+    world.engines.clear()
+    serving = world.restarted()
+    serving.promote(record, adapter, 2)  # no engine is open
+    await serving.engines.base(world.tiny)
+    serving.promote(record, adapter, 2)
+    async with serving.using("agent") as policy:
+        assert (policy.step, policy.adapter) == (2, adapter)
+        assert adapter.sha256 in world.engines[world.tiny].published
+    # Also where a request has asked for the step before meanwhile.
+    world.write(record, 3)
+    serving.promote(record, AdapterRef("default/agent", 3, sha(record, 3)), 3)
+    assert (await serving.resolve("agent")).step == 3
+    await serving.close()
+
+
 async def test_after_a_restart_the_newest_good_checkpoint_answers(world: World) -> None:
     record = world.model(steps=3)
     newest = world.state.checkpoints.get(record.key, 3)

@@ -229,8 +229,11 @@ class Serving:
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
         """From now on NAME means this step."""
         base = self.engines.loaded().get(record.spec.base_model)
-        if base is not None:  # else its engine failed, and the next one loads the newest checkpoint
+        if base is not None and (adapter is None or adapter in base.adapters):
             base.adapters.promote(record.key, adapter, step)
+        elif base is not None:
+            # Its engine failed: the next request loads the newest checkpoint into this one.
+            base.adapters.newest.pop(record.key, None)
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
         """The loaded steps of a model belong to another name; the old one may be registered anew."""
