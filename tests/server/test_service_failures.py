@@ -1,5 +1,6 @@
 """Jobs that go wrong: each says why, leaves the step before, and the next one runs."""
 
+import asyncio
 import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from hone.inference.base import AdapterRef, Probe
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerSpec
 from hone.models.decoder import Decoder
-from hone.server import supervision
+from hone.server import service, supervision
 from hone.server.learners import PATIENT
 from hone.store import checkpoints
 from hone.types import ModelKey
@@ -232,6 +233,29 @@ async def test_a_step_that_could_not_be_saved_is_loaded_anew_once_it_is(
         monkeypatch.setattr(checkpoints, "sync", broken)
         await server.trained(tiny_model, 10)
     assert engine.calls.count(("publish", 2, True)) == 2
+
+
+class LoadsSaved(TellsCalls):
+    """Waits with a step until it is saved, like an engine that sleeps or is opened again."""
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        if directory.name.endswith(".partial"):
+            await asyncio.Event().wait()
+        await super().publish(adapter, directory)
+
+
+async def test_no_step_waits_for_long_to_be_saved_until_its_engine_has_loaded_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service, "LOAD_S", 0.01)
+    engine = LoadsSaved(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
+    async with (
+        SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server,
+        asyncio.timeout(60),
+    ):
+        await server.trained(tiny_model, 0)
+        await server.trained(tiny_model, 10)
+    assert engine.directories == ["0001.unproved", "0002.unproved"]
 
 
 async def test_an_engine_that_cannot_publish_leaves_no_step(tiny_model: Path, tmp_path: Path):

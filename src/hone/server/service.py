@@ -58,6 +58,8 @@ FAILPOINTS = (
 
 CLOSE_S = 20.0
 """Time for a job to end, or to return to the queue, when the server stops."""
+LOAD_S = 30.0
+"""Longest time for which a step that is synced waits, before it is saved, until it is loaded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -310,7 +312,8 @@ class TrainingService:
     ) -> Callable[[Checkpoint], AbstractContextManager[None]]:
         """What loads a step into its engine while a thread hashes and syncs its files.
 
-        It only saves time: the step is published, and errors are raised, once it is on disk.
+        It only saves time: the step is published, and errors are raised, once it is on disk. An
+        engine that sleeps, hangs or is opened again loads it then.
         """
 
         @contextmanager
@@ -320,7 +323,8 @@ class TrainingService:
             try:
                 yield
             finally:
-                futures.wait([loaded])  # the engine may still read the files
+                futures.wait([loaded], timeout=LOAD_S)  # the engine may still read the files
+                loaded.cancel()
 
         return load
 
