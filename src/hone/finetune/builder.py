@@ -145,7 +145,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             round=round,
         )
         at = _Round(rollouts, await count_unscoped(self.server, run_id))
-        self._rounds[run_id], finish = at, partial(self._finish, at.dropped)
+        self._rounds[run_id] = at
+        finish = partial(self._finish, at.dropped)
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
         # All generations of an example in a row: the server computes their prompt once.
         tasks = [

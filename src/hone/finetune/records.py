@@ -120,8 +120,10 @@ def _failure(
 ) -> FailureRecord | None:
     if ran.failure is not None:
         return failure_record(ran.failure.kind, ran.failure.reason, ran.failure.failure)
-    score = result.scores.get(reward_name or "", Score(None))
-    if reward_name is None or score.value is not None:
+    if reward_name is None:
+        return None
+    score = result.scores.get(reward_name, Score(None))
+    if score.value is not None:
         return None
     unscored = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
     return failure_record("infrastructure", "evaluator", score.failure or unscored)

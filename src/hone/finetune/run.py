@@ -86,8 +86,18 @@ def finetune(options: FinetuneOptions) -> int:
         Display(events),
         Loggers(document.loggers, events, secrets) as loggers,
     ):
-        parts = journal, events, interrupts, loggers, secrets
-        run = Run(document, validation, config, options, *parts, began)
+        run = Run(
+            document,
+            validation,
+            config,
+            options,
+            journal,
+            events,
+            interrupts,
+            loggers,
+            secrets,
+            began,
+        )
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
             message = ended and ended.message

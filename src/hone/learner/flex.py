@@ -130,14 +130,11 @@ def block_mask(
         shallow, deep = depths.min(1), depths.max(1)
         some &= (shallow[:, None] - deep[None, :] < window) | (key == query)
         whole &= deep[:, None] - shallow[None, :] < window
-    lists = [
-        values
-        for dense in (some & ~whole, whole, (some & ~whole).T, whole.T)
-        for values in _ordered(dense)
-    ]
-    partial, partial_at, full, full_at, queries, queries_at, full_queries, full_queries_at = (
-        torch.from_numpy(values).to(device) for values in lists
-    )
+    partial = some & ~whole
+    kv_num_blocks, kv_indices = _ordered(partial, device)
+    full_kv_num_blocks, full_kv_indices = _ordered(whole, device)
+    q_num_blocks, q_indices = _ordered(partial.T, device)
+    full_q_num_blocks, full_q_indices = _ordered(whole.T, device)
     # Of 32 bits: the kernels read them for every pair of a partial block.
     ends, levels = leave.to(device, torch.int32), depth.to(device, torch.int32)
     visible = (
@@ -147,24 +144,26 @@ def block_mask(
     )
     return BlockMask(
         seq_lengths=(length, length),
-        kv_num_blocks=partial,
-        kv_indices=partial_at,
-        full_kv_num_blocks=full,
-        full_kv_indices=full_at,
-        q_num_blocks=queries,
-        q_indices=queries_at,
-        full_q_num_blocks=full_queries,
-        full_q_indices=full_queries_at,
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=visible,
     )
 
 
-def _ordered(dense: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _ordered(dense: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Per row of blocks, how many are true, and the indices of its blocks with these first."""
     count = dense.sum(-1, dtype=np.int32)
     order = np.argsort(~dense, axis=-1, kind="stable").astype(np.int32)
-    return count[None, None], order[None, None]
+    return torch.from_numpy(count[None, None]).to(device), torch.from_numpy(order[None, None]).to(
+        device
+    )
 
 
 def attention(
