@@ -152,13 +152,12 @@ class UnrenderedPrompt:
         """The prompt that continues this call, or why there is none."""
         messages, call = self.request.messages, recorded.call
         added = messages[len(recorded.messages) :]
-        changes = _applicable(
-            (call.template not in ("", template.fingerprint), Reason.TEMPLATE_CHANGED),
-            (recorded.tools != _write_tools(self.tools), Reason.TOOLS_CHANGED),
-            (_reasoning_changed(recorded.messages, messages), Reason.REPLY_REWRITTEN),
-        )
-        if changes:
-            return changes[0]
+        if call.template and call.template != template.fingerprint:
+            return Reason.TEMPLATE_CHANGED
+        if recorded.tools != _write_tools(self.tools):
+            return Reason.TOOLS_CHANGED
+        if _reasoning_changed(recorded.messages, messages):
+            return Reason.REPLY_REWRITTEN
         ids = template.renderer.extend(call.prompt_ids, call.completion_ids, added, self.tools)
         inserted = any(message.role == "assistant" for message in added)
         rewritten = inserted and self.otherwise[1] == Reason.REPLY_REWRITTEN
@@ -232,31 +231,29 @@ def _differences(
 ) -> list[Reason]:
     """How a continued conversation differs from the one that was recorded."""
     pairs = list(zip(recorded.messages, messages, strict=False))
-    other_arguments = any(
+    reasons: list[Reason] = []
+    if any(
         [call.arguments for call in ours.tool_calls] != [call.arguments for call in sent.tool_calls]
         for ours, sent in pairs
-    )
-    reasoning_left_out = any(ours.reasoning and not sent.reasoning for ours, sent in pairs)
-    ended = set(recorded.call.completion_ids[-1:]) & set(template.renderer.turn_ends)
-    return _applicable(
-        (other_arguments, Reason.ARGUMENTS),
-        (reasoning_left_out, Reason.REASONING_KEPT),
-        (not ended, Reason.TRUNCATED),
-    )
+    ):
+        reasons.append(Reason.ARGUMENTS)
+    if any(ours.reasoning and not sent.reasoning for ours, sent in pairs):
+        reasons.append(Reason.REASONING_KEPT)
+    completion = recorded.call.completion_ids
+    if not completion or completion[-1] not in template.renderer.turn_ends:
+        reasons.append(Reason.TRUNCATED)
+    return reasons
 
 
 def _why_not(template: ChatTemplate, added: Sequence[Message]) -> Reason:
-    renderer, roles = template.renderer, {message.role for message in added}
-    reasons = _applicable(
-        (not renderer.bridges, Reason.CANNOT),
-        ("assistant" in roles, Reason.ANSWER_ADDED),
-        (renderer.strips_reasoning and "user" in roles, Reason.REASONING_STRIPPED),
-    )
-    return reasons[0] if reasons else Reason.CANNOT
-
-
-def _applicable(*reasons: tuple[bool, Reason]) -> list[Reason]:
-    return [reason for applies, reason in reasons if applies]
+    renderer = template.renderer
+    if not renderer.bridges:
+        return Reason.CANNOT
+    if any(message.role == "assistant" for message in added):
+        return Reason.ANSWER_ADDED
+    if renderer.strips_reasoning and any(message.role == "user" for message in added):
+        return Reason.REASONING_STRIPPED
+    return Reason.CANNOT
 
 
 def _reasoning_changed(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:

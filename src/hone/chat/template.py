@@ -329,12 +329,13 @@ def _agreeing(
     """The library's renderer, unless the tokenizer's own template renders otherwise."""
     if renderer is None or not renderer.own.exists:
         return renderer
-    agrees = all(
-        (text := renderer.own.text_or_none(messages, tools, True)) is not None
-        and encode(renderer.own.tokenizer, text) == renderer.library_ids(messages, tools)
-        for messages, tools in conversations
-    )
-    return renderer if agrees else None
+    for messages, tools in conversations:
+        text = renderer.own.text_or_none(messages, tools, True)
+        if text is None:
+            return None
+        if encode(renderer.own.tokenizer, text) != renderer.library_ids(messages, tools):
+            return None
+    return renderer
 
 
 @lru_cache(maxsize=64)

@@ -120,7 +120,8 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
 
 async def _health(state: State) -> dict[str, Any]:
     """Without the key: no names, no jobs, and no reasons, which may name paths."""
-    keyed, health = auth.access.get() != "anyone", dict[str, Any]()
+    keyed = auth.access.get() != "anyone"
+    health: dict[str, Any] = {}
     parts = {
         "engine": state.serving.engines.status(),
         **state.service.parts(),

@@ -123,10 +123,11 @@ async def _read_body(
         parsed, messages = await state.workers.run(read_request, *task, **limits)
     else:
         parsed, messages = read_request(*task, **limits)
-    if resume is None or (resumed := await asyncio.to_thread(resume, parsed)) is parsed:
-        return parsed, messages, size
-    messages = await asyncio.to_thread(hashed_messages, resumed)
-    return resumed, messages, "large" if size == "large" else "medium"
+    resumed = parsed if resume is None else await asyncio.to_thread(resume, parsed)
+    if resumed is not parsed:
+        size = "large" if size == "large" else "medium"
+        messages = await asyncio.to_thread(hashed_messages, resumed)
+    return resumed, messages, size
 
 
 @asynccontextmanager

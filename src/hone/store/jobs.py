@@ -124,10 +124,11 @@ class JobStore(JobEvents):
                 "limit": limit if limit < 0 else limit + len(pending),
             },
         )
-        stored = (JobInfo.model_validate_json(row["info"]) for row in rows)
+        stored = [JobInfo.model_validate_json(row["info"]) for row in rows]
+        current = [pending.get(job.id, job) for job in stored]
         jobs = [
             job
-            for job in (pending.get(job.id, job) for job in stored)
+            for job in current
             if state in (None, job.state) and columns["model"] in (None, job.model)
         ]
         return jobs if limit < 0 else jobs[:limit]

@@ -161,7 +161,8 @@ class CountRequest(GenerationBody):
             )
         config, thinking = self.output_config, self.thinking
         form = (config.format if config else None) or self.output_format
-        schema = form and {"name": "output", "schema": form.json_schema}
+        written = None if form is None else _response_format(form.json_schema)
+        kwargs = None if thinking is None else {"enable_thinking": thinking.type != "disabled"}
         return _FittedRequest.parse(
             {
                 "model": self.model,
@@ -174,9 +175,8 @@ class CountRequest(GenerationBody):
                 "top_k": self.top_k,
                 "tools": None if self.tools is None else list(map(_chat_tool, self.tools)),
                 **_chat_tool_choice(self.tool_choice),
-                "chat_template_kwargs": thinking
-                and {"enable_thinking": thinking.type != "disabled"},
-                "response_format": schema and {"type": "json_schema", "json_schema": schema},
+                "chat_template_kwargs": kwargs,
+                "response_format": written,
             }
         )
 
@@ -218,6 +218,10 @@ def request_schema(body: type[CountRequest]) -> dict[str, Any]:
         return [inline(item) for item in value] if isinstance(value, list) else value
 
     return inline(schema)
+
+
+def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
 
 
 def _chat_tool(tool: Tool) -> dict[str, Any]:
