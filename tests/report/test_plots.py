@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+from matplotlib.figure import Figure
 from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, history_of, rollout, started
 
@@ -161,6 +162,23 @@ def test_the_users_settings_of_matplotlib_do_not_count(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert (plots.example_changes([1.0, 0.0]), plots.learning(history)) == (changes, learning)
     assert matplotlib.rcParams["text.usetex"]
+
+
+def test_figures_of_an_agent_look_the_same_while_a_plot_is_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A thread draws the plots, and settings of matplotlib hold for all threads."""
+    seen: list[object] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *args: Any, **options: Any) -> None:
+        for key in ("axes.grid", "figure.dpi", "axes.spines.top"):
+            seen.append(matplotlib.rcParams[key])
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    plots.reward_plot(history_of([started()]), tmp_path / "plot.png")
+    assert seen == [False, 100.0, True]
 
 
 def test_a_run_that_has_not_begun_can_be_drawn(tmp_path: Path):

@@ -35,41 +35,12 @@ COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4
 MANY = 60
 """With more points a line is smoothed, and the points are drawn faintly."""
 
-STYLE = {
-    "figure.dpi": 150,
-    "figure.facecolor": "white",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": SOFT,
-    "axes.labelsize": 10,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.7,
-    "legend.borderaxespad": 0.4,
-    "legend.borderpad": 0.0,
-    "legend.columnspacing": 1.6,
-    "legend.fontsize": 9.5,
-    "legend.frameon": False,
-    "legend.handlelength": 2.2,
-    "legend.labelcolor": INK,
-    "legend.labelspacing": 0.35,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 9,
-    "xtick.major.size": 0,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 9,
-    "ytick.major.size": 0,
-}
-"""In the names of matplotlibrc."""
-styled = style.context(["default", STYLE])
-"""Ignores the user's matplotlibrc, which may ask for LaTeX, or for a dark background."""
+styled = style.context("default")
+"""Ignores the user's matplotlibrc, which may ask for LaTeX, or for a dark background.
+
+Settings of matplotlib hold for all threads, and an agent may draw too: so hone's own style is set on
+each plot and not here.
+"""
 
 Point = tuple[float, Estimate | None]
 """Epochs that a policy was trained for, and its reward; None if that failed."""
@@ -104,7 +75,6 @@ def reward_plot(history: History, path: Path) -> None:
     write_atomic(path, _png(reward_figure(history)))
 
 
-@styled
 def reward_figure(history: History) -> Figure:
     """Training, held-out and filtered reward, and the curriculum's share."""
     training, held_out = training_rewards(history), held_out_rewards(history)
@@ -136,7 +106,7 @@ def reward_figure(history: History) -> Figure:
         _legend(below)
     if strip:
         _strip(axes[-1], shares)
-    axes[-1].set_xlabel("epochs trained")
+    axes[-1].set_xlabel("epochs trained", color=SOFT, fontsize=10)
     return figure
 
 
@@ -237,8 +207,9 @@ def _label_last(axis: Axes, points: list[Point], colour: str) -> None:
 
 def _frame(axis: Axes, label: str) -> None:
     """The axis goes from 0 to 1 for rewards in that range."""
+    _style(axis)
     axis.locator_params(axis="x", nbins=12, integer=True)
-    axis.set_ylabel(_plain(label))
+    axis.set_ylabel(_plain(label), color=SOFT, fontsize=10)
     low, high = axis.dataLim.intervaly
     if not (low < 0 or high > 1):
         axis.set_ylim(-0.04, 1.04)
@@ -246,13 +217,14 @@ def _frame(axis: Axes, label: str) -> None:
 
 def _strip(axis: Axes, shares: list[tuple[float, float]]) -> None:
     """The share of the groups that the curriculum admits, in its own strip below the rewards."""
+    _style(axis)
     xs = [*(x for x, _ in shares), axis.get_xlim()[1]]
     heights = [100 * share for _, share in (*shares, shares[-1])]
     axis.fill_between(xs, heights, step="post", color=FAINT, alpha=0.8, linewidth=0)
     axis.step(xs, heights, where="post", color=SOFT, linewidth=1.2)
     axis.set_ylim(0, 112)
     axis.set_yticks([0, 50, 100], ["0", "50%", "100%"])
-    axis.set_ylabel("admitted", fontsize=9)
+    axis.set_ylabel("admitted", color=SOFT, fontsize=9)
     levels = [here for i, here in enumerate(shares) if not i or here[1] != shares[i - 1][1]]
     span = axis.get_xlim()[1] - axis.get_xlim()[0]
     if any(b[0] - a[0] < 0.05 * span for a, b in pairwise(levels)):  # too close to be read
@@ -270,6 +242,7 @@ def example_changes(deltas: Sequence[float]) -> bytes:
     """Change of each held-out example, the largest first."""
     figure = _figure(4.2)
     axis = figure.add_subplot()
+    _style(axis)
     ordered = sorted(deltas, reverse=True)
     places, colours = range(1, len(ordered) + 1), [COOL if d > 0 else WARM for d in ordered]
     axis.bar(places, ordered, width=0.86, color=colours, linewidth=0, zorder=3)
@@ -281,8 +254,8 @@ def example_changes(deltas: Sequence[float]) -> bytes:
     better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
     note = f"change of the reward of each of {len(ordered)} examples"
     _title(axis, f"{better} better, {worse} worse, {len(unchanged)} unchanged", note, above=12)
-    axis.set_xlabel("example")
-    axis.set_ylabel("change")
+    axis.set_xlabel("example", color=SOFT, fontsize=10)
+    axis.set_ylabel("change", color=SOFT, fontsize=10)
     return _png(figure)
 
 
@@ -322,6 +295,7 @@ def learning(history: History) -> bytes | None:
     figure = _figure(0.35 + 1.75 * lines)
     for i, (name, key) in enumerate(shown.items()):
         axis = figure.add_subplot(lines, 3, i + 1)
+        _style(axis)
         points = [(r.trained, m.get(key)) for r, m in zip(history.rounds, measured, strict=True)]
         ys = [math.nan if y is None else y for _, y in points]
         many = len(ys) > MANY
@@ -338,12 +312,12 @@ def learning(history: History) -> bytes | None:
         top = max([1e-6, *(y for y in ys if not math.isnan(y))])
         axis.set_ylim(min([0.0, *ys]), 1.05 if key == "flat" else 1.15 * top)
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_title(name, pad=6)
+        axis.set_title(name, loc="left", fontsize=9.5, color=INK, pad=6)
         axis.tick_params(labelsize=8)
         axis.locator_params(axis="y", nbins=4)
         axis.locator_params(axis="x", nbins=5, integer=True)
         if i >= len(shown) - 3:
-            axis.set_xlabel("epochs trained", fontsize=8.5)
+            axis.set_xlabel("epochs trained", color=SOFT, fontsize=8.5)
     return _png(figure)
 
 
@@ -352,13 +326,22 @@ def learning(history: History) -> bytes | None:
 
 def _figure(height: float) -> Figure:
     # Not pyplot: this may run in a thread.
-    return Figure(figsize=(10.0, height), layout="tight")
+    return Figure(figsize=(10.0, height), dpi=150, facecolor="white", layout="tight")
 
 
 def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, metadata={"Software": None})
     return picture.getvalue()
+
+
+def _style(axis: Axes) -> None:
+    axis.grid(axis="y", color=FAINT, linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0, labelcolor=INK, labelsize=9)
+    axis.spines[:].set_visible(False)
+    axis.spines["bottom"].set_visible(True)
+    axis.spines["bottom"].set_color(FAINT)
 
 
 def _title(axis: Axes, text: str, note: str, *, above: float) -> None:
@@ -380,7 +363,19 @@ def _legend(axis: Axes) -> int:
     if not labels:
         return 0
     rows = math.ceil(sum(len(label) + 8 for label in labels) / 120)  # about as many fit beside it
-    axis.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=math.ceil(len(labels) / rows))
+    axis.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.4,
+        borderpad=0.0,
+        ncols=math.ceil(len(labels) / rows),
+        frameon=False,
+        fontsize=9.5,
+        labelcolor=INK,
+        handlelength=2.2,
+        columnspacing=1.6,
+        labelspacing=0.35,
+    )
     return rows
 
 
