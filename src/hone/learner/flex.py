@@ -159,11 +159,9 @@ def block_mask(
 
 def _ordered(dense: NDArray[np.bool_], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Per row of blocks, how many are true, and the indices of its blocks with these first."""
-    count = dense.sum(-1, dtype=np.int32)
-    order = np.argsort(~dense, axis=-1, kind="stable").astype(np.int32)
-    return torch.from_numpy(count[None, None]).to(device), torch.from_numpy(order[None, None]).to(
-        device
-    )
+    count = torch.from_numpy(dense.sum(-1, dtype=np.int32))
+    order = torch.from_numpy(np.argsort(~dense, axis=-1, kind="stable").astype(np.int32))
+    return count[None, None].to(device), order[None, None].to(device)
 
 
 def attention(
