@@ -734,6 +734,8 @@ async def test_a_response_from_outside_the_rollout_is_read_from_the_records(
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"n": 2}, "n", "send several requests"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "max_output_tokens"),
+        ({"messages": []}, "messages", "messages: not in this version; send them as input"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"max_output_tokens": 10**9}, "input", "shorten the prompt"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),

@@ -67,9 +67,13 @@ def error_response(error: Exception, log_file: Path) -> tuple[int, dict[str, Any
 
 
 def rename_key(body: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """An error about a key of a chat completion, with the name that another dialect has for it."""
+    """An error about a key of a chat completion, with the name that another dialect has for it.
+
+    A key that the dialect refuses is one that the client sent, and keeps its name.
+    """
     error = body["error"]
-    if own := names.get(error["param"]):
+    own = names.get(error["param"])
+    if own and error["code"] != "unsupported_parameter":
         message = own + error["message"].removeprefix(error["param"])
         body = {**body, "error": {**error, "param": own, "message": message}}
     return body
