@@ -16,11 +16,8 @@ ADAPTER = "a" * 64
 @pytest.fixture
 async def world(world: World) -> World:
     """Step 3 is the newest."""
-    await world.state.serving.engines.base(
-        world.record.spec.base_model
-    )  # a step is promoted in an engine
-    adapter = AdapterRef(str(world.record.key), 3, ADAPTER)
-    world.state.serving.promote(world.record, adapter, 3)
+    base = await world.state.serving.engines.base(world.record.spec.base_model)
+    base.adapters.promote(world.record.key, AdapterRef(str(world.record.key), 3, ADAPTER), 3)
     return world
 
 
