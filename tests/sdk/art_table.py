@@ -115,13 +115,13 @@ DIFFERS = {
     "auto_trajectory": "choices name their recorded tokens by `call_id`; they have no `logprobs`",
     "capture_auto_trajectory": "libraries are patched while it runs, not by `import`",
     "langgraph.init_chat_model": "a plain `ChatOpenAI`; its arguments are honoured",
-    "ServerlessBackend": "another name of `RemoteBackend`: a hone server at `base_url`",
-    "serverless.backend.ServerlessBackend": "another name of `RemoteBackend`",
-    "LocalTrainResult": "another name of `TrainResult`, with `checkpoint_path`",
-    "ServerlessTrainResult": "another name of `TrainResult`; there are no artifacts",
+    "ServerlessBackend": "an alias of `RemoteBackend`: a hone server at `base_url`",
+    "serverless.backend.ServerlessBackend": "an alias of `RemoteBackend`",
+    "LocalTrainResult": "an alias of `TrainResult`, with `checkpoint_path`",
+    "ServerlessTrainResult": "an alias of `TrainResult`; there are no artifacts",
     "Backend": "the protocol of hone's backends; `hone.art` is one for the real package",
     "Model.log": "trajectories are JSONL below `base_path`; a trained model's metrics are on its server",
-    "utils.iterate_dataset": "the global random generator stays as it is",
+    "utils.iterate_dataset": "leaves the global random generator unchanged",
     "TrainableModel.train": "raises if the job fails; flat groups do not advance the step",
 }
 """Names that do something else than in ART."""
@@ -135,15 +135,15 @@ ABSENT = {
     "utils.benchmarking, utils.benchmark_rollout, utils.group_aggregate": "`hone eval`, and the report of a run",
     "utils.trajectory_logging, utils.output_dirs": "`hone export-trajectories`; files are listed in [the run directory](reference/run_directory.md)",
     "utils.s3": "copy the checkpoint's directory; it is a PEFT adapter",
-    "preprocessing, loss, unsloth, vllm, transformers": "what ART's own server is made of; hone's learner has its own",
+    "preprocessing, loss, unsloth, vllm, transformers": "internals of ART's own server; hone has its own learner",
     "skypilot": "start `hone serve` on the cluster and use `RemoteBackend`",
     "megatron, tinker, tinker_native": "hone trains LoRA adapters on its own server",
     "pipeline_trainer.PipelineTrainer": "`hone finetune` is the loop with rollouts, training and evaluation",
-    "mcp": "generate scenarios with any model, as a dataset of `hone finetune`",
+    "mcp": "generate scenarios with any model, as a dataset for `hone finetune`",
     "utils.record_provenance": "checkpoints have a manifest: the job, the base and the hashes",
     "utils.deployment": "`hone export` writes adapters and merged weights for other servers",
     "LocalBackend._experimental_push_to_s3": "copy the checkpoint's directory; it is a PEFT adapter",
-    "LocalBackend._experimental_fork_checkpoint": "name the PEFT adapter's merged weights as `base_model`",
+    "LocalBackend._experimental_fork_checkpoint": "merge the adapter (`hone export --merge`) and name the result as `base_model`",
     "Model.update_wandb_config": "the configuration of a job is reported with its metrics",
     "Model.metrics_builder, TrainableModel.set_cost_calculator": "costs are not counted",
 }
@@ -299,7 +299,7 @@ def rows() -> Iterator[Row]:
     for name, note in ABSENT.items():
         first = name.split(", ")[0]
         assert not _has(first), f"hone has {first} by now"
-        yield f"`{name}`", "not there", note
+        yield f"`{name}`", "not available", note
     for name, (call, arguments) in ARGUMENTS.items():
         _check_arguments(name, call, arguments.split())
         yield f"arguments of `{name}`: {_listed(arguments.split())}", "works", ""
@@ -334,7 +334,7 @@ def _training(key: str, value: Any) -> Outcome:
         return refused
     keys = dev.train_keys({key: value})
     if not keys:
-        return "no effect", "pi_old is always computed by the learner, in rows of its own"
+        return "no effect", "the learner always computes pi_old, in its own rows"
     ((ours, _),) = keys.items()
     return "works", "" if ours == key else f"as `{ours}`"
 
@@ -344,7 +344,7 @@ def _internal(key: str, value: Any) -> Outcome:
         return refused
     fields = dev.model_fields({key: value})
     if not fields:
-        return "no effect", "the server renders every base model by its own template"
+        return "no effect", "the server renders every base model with its own template"
     return "works", "" if key in fields else f"in `{next(iter(fields))}`"
 
 
@@ -354,7 +354,7 @@ def _section(section: str, key: str, value: Any) -> Outcome:
         return refused
     spec = settled(plain.model_copy(update={section: {key: value}}))
     if spec.not_applicable:
-        return "no effect", "named when the model is registered"
+        return "no effect", "logged when the model is registered"
     return "works", ""
 
 
@@ -362,7 +362,7 @@ def _refusal(key: str, attempt: Callable[[], object]) -> Outcome | None:
     try:
         attempt()
     except (HoneError, ValueError) as error:
-        reason = dev.REASONS.get(key, "It would change the result; hone does it one way")
+        reason = dev.REASONS.get(key, "It would change the result; hone supports one setting only")
         assert key in str(error) and (key not in dev.REASONS or reason in str(error)), error
         return "refused", reason
     return None
