@@ -330,6 +330,33 @@ def test_many_calls_are_pruned_in_pieces(calls: CallStore) -> None:
     assert calls.rollout("") == []
 
 
+def test_calls_that_are_kept_are_passed_over_once(store: Store, calls: CallStore) -> None:
+    """And not once for each transaction: requests that record a call wait for every one of them."""
+    spec = RunSpec(id="open", model="default/agent", seed=0)
+    calls.open_run(spec)
+    instructions = [0]
+
+    def count() -> None:
+        instructions[0] += 10
+
+    def pruning(kept: int) -> int:
+        """Instructions of SQLite that prune 1000 calls, of which these and the earlier are kept."""
+        num = len(calls.rollout("open:0"))
+        old = [recorded(f"old-{i}", [1], [2], rollout="open:0") for i in range(num, kept)]
+        free = [recorded(f"{kept}-{i}", [1], [2], index=1) for i in range(1000)]
+        calls.add_all([([call], None) for call in old + free])
+        with store.transaction() as db:
+            db.set_progress_handler(count, 10)
+        instructions[0] = 0
+        assert calls.prune(max_age_s=0, max_bytes=0) == 1000  # in five transactions
+        with store.transaction() as db:
+            db.set_progress_handler(None, 10)
+        return instructions[0]
+
+    none, few, many = pruning(0), pruning(1000), pruning(3000)
+    assert few - none < 50 * 1000 and many - few < 50 * 2000, (none, few, many)
+
+
 def test_pruning_any_calls_leaves_the_others_as_they_were(calls: CallStore) -> None:
     """Forks: two calls of one parent, and a chain below one of them."""
     made = add_conversation(calls, 4)

@@ -271,32 +271,34 @@ class CallStore:
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
         """Delete calls that are too old, then the oldest beyond the size; never one still needed."""
-        before, pruned = time.time() - max_age_s, 0
+        before, pruned, oldest = time.time() - max_age_s, 0, 0.0
         (row,) = self._store.query("SELECT coalesce(sum(size), 0) AS n FROM calls")
         excess = row["n"] - max_bytes
-        while sizes := self._prune_some(before, excess):
-            pruned += len(sizes)
-            excess -= sum(sizes)
+        while deleted := self._prune_some(oldest, before, excess):
+            pruned += len(deleted)
+            excess -= sum(row["size"] for row in deleted)
+            oldest = deleted[-1]["created_at"]  # the next batch passes over no older ones again
         return pruned
 
-    def _prune_some(self, before: float, excess: int) -> list[int]:
-        """Delete a few of the oldest calls; returns their bytes."""
-        doomed: dict[int, int] = {}
+    def _prune_some(self, oldest: float, before: float, excess: int) -> list[sqlite3.Row]:
+        """Delete a few of the oldest calls from this time on; returns their time and size."""
+        doomed: list[sqlite3.Row] = []
         with self._store.transaction() as db:
             rows = db.execute(
-                f"SELECT seq, size, created_at FROM calls WHERE created_at < ? AND {_FREE} "
-                "ORDER BY created_at LIMIT ?",
-                (float("inf") if excess > 0 else before, _PRUNED_AT_ONCE),
+                "SELECT seq, size, created_at FROM calls WHERE created_at >= ? AND created_at < ? "
+                f"AND {_FREE} ORDER BY created_at LIMIT ?",
+                (oldest, float("inf") if excess > 0 else before, _PRUNED_AT_ONCE),
             ).fetchall()
-            for seq, size, created_at in rows:
-                if created_at >= before and excess <= 0:
+            for row in rows:
+                if row["created_at"] >= before and excess <= 0:
                     break
-                doomed[seq] = size
-                excess -= size
-            self._make_children_whole(db, list(doomed))
-            gone = (json.dumps(list(doomed)),)
+                doomed.append(row)
+                excess -= row["size"]
+            seqs = [row["seq"] for row in doomed]
+            self._make_children_whole(db, seqs)
+            gone = (json.dumps(seqs),)
             db.execute("DELETE FROM calls WHERE seq IN (SELECT value FROM json_each(?))", gone)
-        return list(doomed.values())
+        return doomed
 
     def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
         children = db.execute(
