@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hone.wire import anthropic_blocks
 from hone.wire.anthropic_blocks import INVALID_JSON, BlockWriter, chat_messages, message_blocks
 from hone.wire.anthropic_response import chat_completion
-from hone.wire.json import load_object
+from hone.wire.json import MAX_DEPTH, load_object
 from hone.wire.stream import join_message
 
 Delta = dict[str, Any]
@@ -130,15 +130,41 @@ def test_every_streamed_call_is_json_and_goes_back_as_it_was_sampled(
         assert json.loads(arguments) == json.loads(text)
 
 
-def test_a_long_call_is_checked_in_linear_time(monkeypatch: pytest.MonkeyPatch):
-    parsed: list[int] = []
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that are parsed."""
+    lengths: list[int] = []
 
     def counted(text: str, **options: Any) -> Any:
-        parsed.append(len(text))
+        lengths.append(len(text))
         return read(text, **options)
 
     read = anthropic_blocks.from_json
     monkeypatch.setattr(anthropic_blocks, "from_json", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH - 5, MAX_DEPTH - 4, MAX_DEPTH, 20_000])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_deeply_nested_call_can_be_sent_back(depth: int, is_closed: bool, parsed: list[int]):
+    text = '{"a":' * depth + "1" + "}" * depth * is_closed
+    streamed = (more(0, text[i : i + 50]) for i in range(0, len(text), 50))
+    call = {"id": "a", "function": {"name": "f", "arguments": text}}
+    for block in (
+        *stream(begin(0, "f", "a"), *streamed),
+        *message_blocks({"tool_calls": [call]}, signature=""),
+    ):
+        turn = {"role": "assistant", "content": [block]}
+        body = load_object(json.dumps({"messages": [turn]}))
+        assert (INVALID_JSON in block["input"]) is (depth > MAX_DEPTH - 5 or not is_closed)
+        (message,) = chat_messages(None, body["messages"])
+        arguments = message["tool_calls"][0]["function"]["arguments"]
+        assert arguments.replace(" ", "") == text
+    # While it grows, what was sent; at the end, both: up to eight ways to close it are tried.
+    assert sum(parsed) < 100 * 600 + 8 * len(json.dumps(text)) + 8 * 600
+
+
+def test_a_long_call_is_checked_in_linear_time(parsed: list[int]):
     value = {"a": list(range(4000)), "b": "x"}
     text = json.dumps(value)
     (block,) = stream(

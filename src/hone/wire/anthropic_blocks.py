@@ -21,11 +21,13 @@ from pydantic_core import from_json
 
 from hone.wire.base import Event
 from hone.wire.errors import brief, invalid_value
-from hone.wire.json import object_or_none
+from hone.wire.json import MAX_DEPTH, object_or_none
 from hone.wire.openai_chat import assistant_message, tool_call
 
 INVALID_JSON = "INVALID_JSON"
 """Key of an `input` under which arguments that are no JSON object are kept as text."""
+_INPUT_DEPTH = MAX_DEPTH - 5
+"""Levels of nesting of an `input`, which is inside `messages[].content[].input` of the next request."""
 
 BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a block that says this and differs in every request. It
@@ -183,7 +185,7 @@ def message_blocks(
         blocks.append({"type": "text", "text": text})
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = object_or_none(function["arguments"])
+        arguments = object_or_none(function["arguments"], _INPUT_DEPTH)
         if arguments is None:
             arguments = {INVALID_JSON: function["arguments"]}
         used = {"id": call["id"], "name": function["name"], "input": arguments}
@@ -285,7 +287,7 @@ class _Arguments:
 
     def end(self) -> str:
         """The rest, after which everything sent is a JSON object."""
-        if not self._text or object_or_none(self._text) is not None:
+        if not self._text or object_or_none(self._text, _INPUT_DEPTH) is not None:
             return self._text[self._sent :]
         if not self._sent:
             return json.dumps({INVALID_JSON: self._text})
@@ -308,6 +310,8 @@ def _read_partial(text: str) -> tuple[str, tuple[str, str]]:
         if token[1] == "":
             return text[: token.end()], ('"', brackets[:-1])
         if token[0] in _CLOSE:
+            if len(brackets) == _INPUT_DEPTH:
+                return text[: token.start()], ("", brackets[:-1])
             brackets = _CLOSE[token[0]] + brackets
         elif token[0] in "}]":
             # The last brace is sent when the text is known to be JSON.

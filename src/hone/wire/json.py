@@ -18,26 +18,26 @@ MAX_DEPTH = 100
 """Levels of nesting; deeper ones could overflow the stack of the next reader."""
 
 
-def load_object(text: str | bytes) -> dict[str, Any]:
+def load_object(text: str | bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """Raises ValueError, with the reason, unless `text` is an object that can be written again."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
-        raise ValueError(f"JSON nested deeper than {MAX_DEPTH}") from None
+        raise ValueError(f"JSON nested deeper than {max_depth}") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     body = text.encode() if isinstance(text, str) else text
-    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
-        check_depth(value, MAX_DEPTH)
+    if body.count(b"{") + body.count(b"[") > max_depth:
+        check_depth(value, max_depth)
     if b"\\u" in body:
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     return value
 
 
-def object_or_none(text: str) -> dict[str, Any] | None:
+def object_or_none(text: str, max_depth: int = MAX_DEPTH) -> dict[str, Any] | None:
     """The same object, or None where `load_object` raises."""
     try:
-        return load_object(text)
+        return load_object(text, max_depth)
     except ValueError:
         return None
 
