@@ -72,7 +72,9 @@ def talk(shared: Server, tiny_model: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client() as client:  # making one reads every certificate of the machine
+    # One client, because making one reads every certificate of the machine. The first large body
+    # starts a worker process, which takes seconds on a busy machine.
+    with httpx.Client(timeout=60) as client:
         yield client
 
 

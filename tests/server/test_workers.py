@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import importlib
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from hone.learner.packed import unpack_groups
 from hone.server import chat_tasks, job_tasks
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.server.workers import WorkerPool
+from hone.server.workers import NICENESS, WorkerPool
 from hone.types import FieldError
 
 LARGE = 600
@@ -252,6 +253,35 @@ def _raise_unprocessable() -> None:
     raise Unprocessable([FieldError(("groups", 0), "wrong")])
 
 
+PRIORITY = """
+import os, threading
+
+def niceness():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+WHILE_IMPORTED = niceness()
+
+def nicenesses(body):
+    return WHILE_IMPORTED, niceness()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux")
+async def test_a_process_starts_at_the_priority_of_the_server_and_reads_at_a_lower_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a busy engine, its imports would take many seconds at the low priority."""
+    (tmp_path / "priority_task.py").write_text(PRIORITY)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module("priority_task")
+    own = task.niceness()
+    pool = WorkerPool(1)
+    try:
+        assert [await pool.run(task.nicenesses, b"body") for _ in range(2)] == [(own, NICENESS)] * 2
+    finally:
+        pool.close()
+
+
 async def test_a_task_beyond_its_deadline_is_stopped() -> None:
     pool = WorkerPool(1, deadline_s=0.1)
     try:
@@ -302,7 +332,7 @@ async def test_a_full_disk_is_no_death_of_a_process(
 
 _OWNER = """
 import asyncio, os, sys, time
-from hone.server.workers import WorkerPool
+from hone.server.workers import NICENESS, WorkerPool
 
 async def main():
     pool = WorkerPool(1)

@@ -4,9 +4,9 @@ In:   a function of chat_tasks.py or job_tasks.py, and its arguments
 Out:  its return value, or the HoneError it raises
 
 Parsing JSON, validating it and tokenizing hold the interpreter's lock, so in a thread they would
-stop the event loop too. The processes start with the first large body, run at a low priority, and
-end with the server, however that ends. One that dies is replaced; its request is answered with 503.
-Bodies reach them as files, and what a killed server left of those is removed at the next start.
+stop the event loop too. The processes start with the first large body, run tasks at a low priority,
+and end with the server, however that ends. One that dies is replaced; its request is answered with
+503. Bodies reach them as files, and what a killed server left of those is removed at the next start.
 
 A `Worker` keeps state between two calls: a parsed body stays in its process, and only what the
 event loop needs comes back.
@@ -174,13 +174,15 @@ class Worker:
 
 def _start() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server ends us
-    give_way(NICENESS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _call(call: bytes, bodies: list[Path]) -> Any:
     try:
         task, args, kwargs = pickle.loads(call, buffers=[body.read_bytes() for body in bodies])
+        # Not before: unpickling the first call imports its module, which at a low priority and
+        # beside a busy engine takes many seconds.
+        give_way(NICENESS)
         return task(*args, **kwargs)
     except HoneError:
         raise
