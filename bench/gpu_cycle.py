@@ -256,12 +256,18 @@ def longest_gap(gaps: Sequence[tuple[float, float]], start: float, end: float) -
 
 
 def _gpu_memory_mb() -> dict[int, int]:
-    """Memory of the GPU by process id; empty without one."""
+    """Memory of the GPU by process id; empty without one.
+
+    Without the processes whose memory nvidia-smi does not know, as in some containers: it prints
+    `[N/A]` then.
+    """
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {int(pid): int(size) for pid, size in (line.split(",") for line in lines)}
+    fields = ([field.strip() for field in line.split(",")] for line in lines)
+    known = (row for row in fields if len(row) == 2 and all(map(str.isdigit, row)))
+    return {int(pid): int(size) for pid, size in known}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The benchmarks' own arithmetic and workloads, on numbers made by hand; nothing is timed here."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
+from bench import gpu_cycle
 from bench.endpoint import endpoint
 from bench.gpu_cycle import longest_gap
 from bench.harness import overheads
@@ -182,6 +184,17 @@ def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
     subprocess.run([*command, "--model", str(model), "--out", str(out)], check=True, timeout=300)
     measured = {r.name for r in read(out)}
     assert measured >= {"publish/held", "publish/locked", "publish/together", "publish/wall"}
+
+
+def test_processes_whose_gpu_memory_is_not_known_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = ["12, 800", "13, [N/A]", "[N/A], 5", "[Insufficient Permissions]", "14, 20"]
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpu_cycle._gpu_memory_mb() == {12: 800, 14: 20}
 
 
 def test_the_longest_gap_of_a_phase_may_begin_before_it():
