@@ -153,9 +153,10 @@ class EngineConformance:
                 )
 
     async def test_greedy_takes_the_most_likely_token(self, served):
-        (done,) = await complete(
-            served.engine, PROMPT, Sampling(max_tokens=12, temperature=0), served.first
+        done, *others = await complete(
+            served.engine, PROMPT, Sampling(n=3, max_tokens=12, temperature=0), served.first
         )
+        assert [other.ids for other in others] == [done.ids] * 2
         rows = served.reference(PROMPT + done.ids, served.first)[len(PROMPT) - 1 : -1]
         if served.tolerance.exact:
             assert done.ids == rows.argmax(-1).tolist()

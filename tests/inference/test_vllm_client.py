@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tests.conformance.engine import spelled, spelling_tokenizer
 from tests.inference.test_embedded import write_adapter
 
-from hone.errors import EngineError, EngineFailed, GrammarError
+from hone.errors import ConfigError, EngineError, EngineFailed, GrammarError
 from hone.inference.base import AdapterRef, Constraint, Sampling, complete
 from hone.inference.grammar import Grammars
 from hone.inference.vllm import VllmEngine
@@ -34,6 +34,8 @@ class Standin:
         """So many requests get no answer."""
         self.top = {"token_id:7": 0.0, "token_id:8": -9999.0}
         self.ids = [7]
+        self.values: list[float] = []
+        """Log-probabilities of `ids`, if they are not that of token 7 in `top`."""
         self.refuses = ""
         self.holds: asyncio.Event | None = None
         """Set when a request arrives; it then gets no answer, or the beginning of a stream."""
@@ -72,10 +74,14 @@ class Standin:
             transport.abort()
         if body["model"] not in {"tiny", *self.loaded}:
             return JSONResponse({"error": {"message": "no such model"}}, 404)
-        if self.refuses:
-            return JSONResponse({"error": {"message": self.refuses}}, 400)
-        value, count = self.top["token_id:7"], len(self.ids)
-        logprobs = {"token_logprobs": [value] * count, "top_logprobs": [self.top] * count}
+        refuses = self.refuses
+        if body.get("temperature") == 0 and body["n"] > 1:
+            refuses = f"n must be 1 when using greedy sampling, got {body['n']}."
+        if refuses:
+            return JSONResponse({"error": {"message": refuses}}, 400)
+        count = len(self.ids)
+        values = self.values or [self.top["token_id:7"]] * count
+        logprobs = {"token_logprobs": values, "top_logprobs": [self.top] * count}
         choice = {"index": 0, "token_ids": self.ids, "logprobs": logprobs}
         choice["finish_reason"] = "length"
         return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 3}})
@@ -433,7 +439,7 @@ async def test_constraints_penalties_and_bias_are_sent(
     standin.refuses = "this backend knows no Lark"
     for stream in (False, True):
         with pytest.raises(
-            GrammarError, match=r"refused the constraint: this backend knows no Lark"
+            GrammarError, match=r"refused the constraint: this backend knows no Lark.*guidance"
         ):
             async for _ in engine.generate([1], way, stream=stream):
                 pass
@@ -454,10 +460,48 @@ async def test_forced_tokens_are_those_that_the_constraint_left_alone(
         standin.ids = [7, 7, 9, 2]
         (done,) = await complete(engine, [1, 2, 3], way)
         assert (done.ids, done.forced) == ([7, 7, 9, 2], [0, 2, 3]), more
-        # vLLM allowed another token than hone would have: nothing is known from there on.
-        standin.ids = [7, 5, 9, 2]
+        # vLLM's library may be another version, which leaves a choice where hone's leaves none.
+        standin.values = [0.0, -0.4, -0.1, 0.0]
         (done,) = await complete(engine, [1, 2, 3], way)
-        assert done.forced == [0], more
+        assert done.forced == [0, 3], more
+        # It allowed another token than hone's would have. From there on only vLLM knows: a token that
+        # is certain was forced, unless top-p, top-k or min-p excluded the others.
+        standin.ids, standin.values = [7, 5, 9, 2], [0.0, -0.4, -0.1, 0.0]
+        (done,) = await complete(engine, [1, 2, 3], way)
+        assert done.forced == ([0] if more else [0, 3]), more
+        standin.values = []
+    await engine.close()
+
+
+async def test_greedy_samples_are_drawn_once(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    """They are equal, and vLLM refuses to draw several."""
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    standin.bodies.clear()
+    standin.ids, standin.values = [7, 8], [-0.5, -0.25]
+    done = await complete(engine, [1, 2, 3], Sampling(n=3, max_tokens=2, temperature=0))
+    assert [(one.ids, one.logprobs, one.finish) for one in done] == [
+        ([7, 8], [-0.5, -0.25], "length")
+    ] * 3
+    assert [body["n"] for body in standin.bodies] == [1]
+    assert engine.stats().running == 0
+    await engine.close()
+
+
+async def test_a_temperature_that_vllm_would_raise_is_refused(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path
+) -> None:
+    """Below 0.01 vLLM samples at 0.01, and the log-probabilities would be of that."""
+    _, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    says = r"temperature is 0\.009; use 0 for greedy, else >= 0\.01"
+    with pytest.raises(ConfigError, match=says):
+        await engine.check(Sampling(temperature=0.009))
+    with pytest.raises(ConfigError, match=says):
+        await complete(engine, [1], Sampling(temperature=0.009))
+    await complete(engine, [1], Sampling(temperature=0.01))
     await engine.close()
 
 

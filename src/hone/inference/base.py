@@ -99,7 +99,7 @@ class SampledToken(NamedTuple):
     exact: bool = True
     """False if the draw was narrowed and the engine knows only the log-probability after that."""
     forced: bool = False
-    """The constraint allowed no other token."""
+    """The constraint left no other token a chance."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens at this position with their logprobs, best first."""
 

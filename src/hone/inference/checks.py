@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from hone.errors import ConfigError, RequestTooLarge
 from hone.inference.base import Sampling
 
+COLDEST = 1e-3
+"""Lowest temperature above 0."""
+
 
 def check_request(
     prompt_ids: Sequence[int],
@@ -17,6 +20,7 @@ def check_request(
     max_length: int,
     *,
     has_decode: bool = True,
+    coldest: float = COLDEST,
 ) -> None:
     """Refuse a request that cannot be sampled; the error names the field."""
     if not prompt_ids:
@@ -29,13 +33,16 @@ def check_request(
             f"the prompt has {len(prompt_ids)} tokens; the model reads {max_length} "
             "including the answer. Shorten the conversation."
         )
-    check_settings(sampling, vocab)
+    check_settings(sampling, vocab, coldest=coldest)
     if sampling.stop and not has_decode:
         raise ConfigError("stop strings need an engine that can turn ids into text")
 
 
-def check_settings(sampling: Sampling, vocab: int) -> None:
-    """Refuse settings that no engine can sample with; the error names the field."""
+def check_settings(sampling: Sampling, vocab: int, *, coldest: float = COLDEST) -> None:
+    """Refuse settings that the engine cannot sample with; the error names the field.
+
+    `coldest` is the lowest temperature above 0 that it samples at.
+    """
     ranges: list[tuple[str, float, float, float]] = [
         ("n", sampling.n, 1, float("inf")),
         ("max_tokens", sampling.max_tokens, 1, float("inf")),
@@ -51,9 +58,9 @@ def check_settings(sampling: Sampling, vocab: int) -> None:
     for name, value, low, high in ranges:
         if not low <= value <= high:
             raise ConfigError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-    if 0 < sampling.temperature < 1e-3:
+    if 0 < sampling.temperature < coldest:
         raise ConfigError(
-            f"temperature is {sampling.temperature!r}; use 0 for greedy, else >= 0.001"
+            f"temperature is {sampling.temperature!r}; use 0 for greedy, else >= {coldest:g}"
         )
     if "" in sampling.stop:
         raise ConfigError("stop holds an empty string, which ends every answer at once")

@@ -77,21 +77,20 @@ class Matcher:
             self._matcher.consume_token(token)
             self.error = self._matcher.get_error()
 
-    def forced(self, ids: Sequence[int]) -> set[int]:
-        """Follow tokens that another engine drew; the places of those that were the only ones allowed.
+    def follow(self, ids: Sequence[int]) -> list[bool | None]:
+        """Follow tokens that another engine drew: whether each was the only one allowed.
 
-        After a token that this matcher does not allow, nothing is known: no later one counts.
+        None from a token on that this matcher does not allow: it cannot follow the answer further.
         """
-        places: set[int] = set()
-        for i, token in enumerate(ids):
+        alone: list[bool | None] = []
+        for token in ids:
             if self._lost or not (allowed := self.allowed())[token]:
                 self._lost = True
                 break
-            if np.count_nonzero(allowed) == 1:
-                places.add(i)
+            alone.append(bool(np.count_nonzero(allowed) == 1))
             if not self.ends(token):
                 self.accept(token)
-        return places
+        return alone + [None] * (len(ids) - len(alone))
 
     def ends(self, token: int) -> bool:
         return token == self._end

@@ -5,8 +5,9 @@ Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
 Every sampling parameter is sent, so that none of vLLM's defaults applies. With top-p, top-k, min-p,
 penalties, logit_bias or a constraint, vLLM returns only the log-probability after masking; such
-tokens are marked as not exact. vLLM and hone use the same library for constraints: hone checks a
-constraint before it sends the request, and follows each answer to see which tokens were forced.
+tokens are marked as not exact. vLLM has the library for constraints that hone has, maybe in another
+version: hone checks a constraint before it sends the request, and follows each answer. A token was forced
+if hone's library allowed no other, and vLLM says that it was certain.
 
 An adapter is loaded once, under its hash, from a copy that is kept until vLLM cannot read it again.
 It is never replaced in place: vLLM's prefix cache would reuse what the old weights computed. After
@@ -32,6 +33,7 @@ from hone.inference.checks import check_request, check_sequences, check_settings
 from hone.inference.grammar import start_matchers
 from hone.inference.vllm_adapter import StagedAdapter, combined, stage
 from hone.inference.vllm_client import (
+    COLDEST,
     COMPLETIONS,
     CONTROL_S,
     VllmClient,
@@ -98,7 +100,7 @@ class VllmEngine:
     # ---- sampling -----------------------------------------------------------------------------
 
     async def check(self, sampling: Sampling) -> None:
-        check_settings(sampling, self._vocab)
+        check_settings(sampling, self._vocab, coldest=COLDEST)
         await start_matchers(self._grammars, sampling, 0)
 
     async def generate(
@@ -110,13 +112,12 @@ class VllmEngine:
         stream: bool = True,
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
-        check_request(prompt_ids, sampling, self._vocab, self._max_length)
-        matchers = None
-        if sampling.constraint is not None:
-            # vLLM's mask has no stop ids: where the text may end, it allows the end token.
-            followed = replace(sampling, stop_ids=())
-            matchers = await start_matchers(self._grammars, followed, sampling.n)
-        body = completion_body(name, prompt_ids, sampling, self._max_length)
+        check_request(prompt_ids, sampling, self._vocab, self._max_length, coldest=COLDEST)
+        # Greedy samples are equal: vLLM draws one of them, and refuses to draw more.
+        drawn = replace(sampling, n=1) if sampling.temperature == 0 else sampling
+        # vLLM's mask has no stop ids: where the text may end, it allows the end token.
+        matchers = await start_matchers(self._grammars, replace(sampling, stop_ids=()), drawn.n)
+        body = completion_body(name, prompt_ids, drawn, self._max_length)
         await self._admit()
         self._users[name] += 1
         self._prompt_tokens += len(prompt_ids)
@@ -125,16 +126,17 @@ class VllmEngine:
             deltas = (self._client.streamed if stream else self._client.whole)(body)
             async with aclosing(deltas):
                 async for choice in deltas:
-                    forced: set[int] = set()
+                    alone = None
                     if matchers is not None and choice["token_ids"]:
                         matcher = matchers[choice["index"]]
-                        forced = await asyncio.to_thread(matcher.forced, choice["token_ids"])
-                    delta = read_delta(choice, sampling, forced)
+                        alone = await asyncio.to_thread(matcher.follow, choice["token_ids"])
+                    delta = read_delta(choice, sampling, alone)
                     if delta.finish == "abort" or self._client.closed:  # the server is ending
                         raise await self._client.ended("vLLM aborted the request")
-                    self._sampled_tokens += len(delta.tokens)
-                    unfinished -= delta.finish is not None
-                    yield delta
+                    for sample in range(delta.sample, sampling.n, drawn.n):
+                        self._sampled_tokens += len(delta.tokens)
+                        unfinished -= delta.finish is not None
+                        yield Delta(sample, delta.tokens, delta.finish, delta.stop)
             if unfinished:
                 raise await self._client.ended("vLLM ended its answer early")
         finally:

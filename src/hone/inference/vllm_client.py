@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import repeat
 from typing import Any
@@ -32,10 +32,14 @@ KEEP_ALIVE_S = 2.0
 DEATH_S = 10.0
 """After a broken connection: time for the process to end, so that the error can say why."""
 COMPLETIONS = "/v1/completions"
+COLDEST = 1e-2
+"""vLLM samples at this temperature if it is asked for a lower one above 0."""
 TIES = 10
 """Tokens that may share the best score where log-probabilities are checked."""
 IMPOSSIBLE = -1000.0
 """vLLM writes minus infinity as -9999."""
+GUIDANCE = '--structured-outputs-config \'{"backend": "guidance"}\''
+"""With this, a constraint means the same in a vLLM of others as in hone."""
 _VLLM_KINDS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 _FINISH = {"stop": "stop", "length": "length"}
 
@@ -192,10 +196,8 @@ class VllmClient:
         if response.status >= 500 and not await self._is_healthy():
             return await self.ended(message)
         if response.status == 400 and body.get("structured_outputs"):
-            return GrammarError(
-                f"vLLM refused the constraint: {message}. Start it with --structured-outputs-config "
-                '\'{"backend": "guidance"}\'.'
-            )
+            advice = "" if self.url is None else f" Start it with {GUIDANCE}."
+            return GrammarError(f"vLLM refused the constraint: {message}.{advice}")
         return EngineError(f"vLLM refused {response.url.path}: {message}")
 
     async def _is_healthy(self) -> bool:
@@ -304,9 +306,9 @@ def _spread(seed: int) -> int:
 
 
 def read_delta(
-    choice: Mapping[str, Any], sampling: Sampling, forced: Collection[int] = ()
+    choice: Mapping[str, Any], sampling: Sampling, alone: Sequence[bool | None] | None = None
 ) -> Delta:
-    """`forced`: the places of tokens that the constraint left no choice for; vLLM does not say so."""
+    """`alone`: for each token, whether the constraint allowed no other; None where it is not known."""
     ids, logprobs = choice["token_ids"] or [], choice["logprobs"] or {}
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") if sampling.top_logprobs else None
@@ -316,7 +318,7 @@ def read_delta(
         values,
         values if narrowed else repeat(None, count),
         repeat(not narrowed, count),
-        [i in forced for i in range(count)] if forced else repeat(False, count),
+        repeat(False, count) if alone is None else _forced(values, alone, sampling),
         repeat((), count) if tops is None else [_best(top, sampling.top_logprobs) for top in tops],
     )
     # Without a call of Python for each token.
@@ -324,6 +326,17 @@ def read_delta(
     reason = choice.get("finish_reason")
     finish = None if reason is None else _FINISH.get(reason, "abort")
     return Delta(choice["index"], tuple(tokens), finish, choice.get("stop_reason"))  # pyright: ignore[reportArgumentType]
+
+
+def _forced(values: list[float], alone: Sequence[bool | None], sampling: Sampling) -> list[bool]:
+    """Whether the constraint left each token no choice.
+
+    The log-probability of such a token is exactly 0. So is that of one that was likely, or that top-p,
+    top-k or min-p left alone; so the constraint must have left it alone too, as far as that is known.
+    """
+    if_unknown = not sampling.truncates
+    pairs = zip(values, alone, strict=True)
+    return [value == 0 and (if_unknown if one is None else one) for value, one in pairs]
 
 
 def _best(entries: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
