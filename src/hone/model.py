@@ -228,7 +228,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     defaults: dict[str, JsonValue] = {}
     """Keys of TrainConfig that jobs of this model use unless they say otherwise."""
     init_args: dict[str, JsonValue] = {}
-    """Arguments for loading the base model, as for Unsloth; max_seq_length is the jobs' default."""
+    """Arguments for loading the base model, as for Unsloth; max_seq_length bounds requests and jobs."""
     engine_args: dict[str, JsonValue] = {}
     """Engine arguments, as for vLLM; the server reports the keys that it does not apply."""
     peft_args: dict[str, JsonValue] = {}

@@ -205,7 +205,7 @@ class ModelSpec(Strict):
     defaults: dict[str, JsonValue] = {}
     """Default keys of TrainConfig for jobs of this model."""
     init_args: dict[str, JsonValue] = {}
-    """Arguments for loading the base model, as for Unsloth; max_seq_length is the jobs' default."""
+    """Arguments for loading the base model, as for Unsloth; max_seq_length bounds requests and jobs."""
     engine_args: dict[str, JsonValue] = {}
     """Engine arguments, as for vLLM. Each key is honoured, refused, or listed in not_applicable."""
     peft_args: dict[str, JsonValue] = {}

@@ -586,7 +586,7 @@ def test_prompts_and_answers_that_do_not_fit(make_server: MakeServer, tiny_model
     with pytest.raises(openai.BadRequestError) as raised:
         ask(model=str(tiny_model), messages=[{"role": "user", "content": "x" * 100}])
     assert raised.value.code == "context_length_exceeded"
-    assert "than the 64 of this server (max_seq_length)" in raised.value.message
+    assert "than the 64 of max_seq_length" in raised.value.message
     fed = len(ask(model=str(tiny_model), messages=HELLO, max_tokens=1).prompt_token_ids)
     with pytest.raises(openai.BadRequestError, match=f"{fed} tokens, and {65 - fed} of answer"):
         ask(model=str(tiny_model), messages=HELLO, max_tokens=65 - fed)
@@ -595,6 +595,21 @@ def test_prompts_and_answers_that_do_not_fit(make_server: MakeServer, tiny_model
     assert last_request(server).sampling.max_tokens == 64 - fed, (
         "the default is cut to what is left"
     )
+
+
+def test_max_seq_length_of_a_registered_model_counts_for_its_names_only(
+    server: Server, tiny_model: Path
+) -> None:
+    spec = ModelSpec(name="short", base_model=str(tiny_model), defaults={"max_seq_length": 80})
+    server.state.models.register(spec)
+    ask = client(server).chat.completions.create
+    long = [{"role": "user", "content": "x" * 100}]
+    for name in ("short", "short@0"):
+        with pytest.raises(openai.BadRequestError, match="than the 80 of max_seq_length"):
+            ask(model=name, messages=long)
+        fed = len(ask(model=name, messages=HELLO).prompt_token_ids)
+        assert last_request(server).sampling.max_tokens == 80 - fed
+    ask(model=str(tiny_model), messages=long)
 
 
 def test_the_models_own_length_counts_too(

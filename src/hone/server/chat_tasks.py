@@ -88,7 +88,7 @@ def render(
 def too_long(
     tokenizer: BaseTokenizer, param: str, prompt: int, answer: int, limit: int
 ) -> BadRequest:
-    whose = "the model" if limit == tokenizer.max_positions else "this server (max_seq_length)"
+    whose = "the model" if limit == tokenizer.max_positions else "max_seq_length"
     return BadRequest(
         f"{param}: {prompt} tokens, and {answer} of answer, are more than the {limit} of {whose}; "
         "shorten the prompt or lower max_tokens",

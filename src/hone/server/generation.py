@@ -51,7 +51,9 @@ class RequestContext:
     @property
     def max_length(self) -> int:
         """Most tokens of prompt and answer together."""
-        return min(self.policy.base.max_positions, self.state.settings.max_seq_length)
+        most = min(self.policy.base.max_positions, self.state.settings.max_seq_length)
+        own = self.spec("defaults", {}).get("max_seq_length")
+        return min(most, int(own or most))
 
     def spec(self, field: str, default: Any) -> Any:
         """A field of the registered model; the default for a base model."""
