@@ -1,6 +1,7 @@
 """Loggers get everything once, and trouble of theirs is none of the run's."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,12 +19,13 @@ from tests.sinks import file_sink
 from tests.sinks.conftest import AGAIN, ANSWERED, ASIDE, ASKED, CHECKED, SURE, LoggedCommand
 from tests.sinks.receiver import Received, Receiver
 
+from hone.config.base import LoggerBaseConfig
 from hone.config.problems import ConfigProblems
 from hone.config.registry import known
 from hone.config.schema import read
 from hone.config.secrets import Secrets
 from hone.event_log import EventLog
-from hone.sinks import loggers
+from hone.sinks import loggers, worker
 from hone.sinks.refusals import Outbox
 
 assert file_sink.FileConfig.type_name == "file"
@@ -198,6 +200,31 @@ def test_a_logger_that_hangs_delays_the_end_by_its_timeout_only(
     assert command() == 0
     (stopped,) = command.events("logger_stopped")
     assert "it was still sending at the end of the run" in stopped["message"]
+
+
+def test_a_pause_between_two_tries_ends_with_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"it sleeps for {seconds} s")
+
+    monkeypatch.setattr(worker, "FIRST_PAUSE_S", 600.0)
+    monkeypatch.setattr("hone.sinks.worker.time.sleep", sleep)
+    stdin, parent = os.pipe()
+    settings = worker.Settings(name="x", type="x", module="x", config={}, directory=tmp_path)
+    config = LoggerBaseConfig(timeout_s=1e6)
+    logger, tries = worker.Worker(settings, config, worker.Bell(stdin)), []
+
+    def send() -> str:
+        tries.append(1)
+        if len(tries) == 1:
+            os.write(parent, b".")  # an event, which is no reason to try again
+            os.close(parent)
+            raise ConnectionError("the service is restarted")
+        return "sent"
+
+    assert logger._try(send) == "sent" and logger.bell.ended
+    os.close(stdin)
 
 
 def test_what_a_logger_lacks_is_said_before_the_run_starts(

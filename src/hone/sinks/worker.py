@@ -45,7 +45,6 @@ NICENESS = 5
 """Rollouts and the learner come first."""
 POLL_S = 0.5
 """Between two looks at what other programs append."""
-STDIN = 0
 
 T = TypeVar("T")
 log = logging.getLogger("hone.sinks")
@@ -96,15 +95,16 @@ class GaveUp(Exception):
 
 
 class Bell:
-    """Stdin: a byte for every appended event."""
+    """Stdin: a byte for every appended event, until the session ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, stdin: int = 0) -> None:
         self.ended = False
+        self._stdin = stdin
 
     def settings(self) -> Settings:
         line = b""
         while not line.endswith(b"\n"):
-            byte = os.read(STDIN, 1)
+            byte = os.read(self._stdin, 1)
             if not byte:
                 sys.exit("no settings on stdin")
             line += byte
@@ -112,10 +112,20 @@ class Bell:
 
     def wait(self) -> None:
         """Until an event was appended, or the session ends; for POLL_S at most."""
+        if not self.ended:
+            self._read(POLL_S)
+
+    def pause(self, seconds: float) -> None:
+        """Wait so long, whatever is appended; a session that ends meanwhile ends the pause."""
         if self.ended:
-            time.sleep(POLL_S)
-        elif select.select([STDIN], [], [], POLL_S)[0]:
-            self.ended = not os.read(STDIN, 2**16)
+            time.sleep(seconds)
+        until = time.monotonic() + seconds
+        while not self.ended and (left := until - time.monotonic()) > 0:
+            self._read(left)
+
+    def _read(self, limit_s: float) -> None:
+        if select.select([self._stdin], [], [], limit_s)[0]:
+            self.ended = not os.read(self._stdin, 2**16)
 
 
 class Worker:
@@ -177,7 +187,10 @@ class Worker:
         self.cursor.save(self.path)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Retry what fails, with growing pauses; raises GaveUp after `timeout_s`."""
+        """Retry what fails, with growing pauses; raises GaveUp after `timeout_s`.
+
+        The end of the session is followed by a try: an interrupted run waits for a few seconds only.
+        """
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:
             try:
@@ -187,7 +200,7 @@ class Worker:
                 if time.monotonic() - began + pause > self.config.timeout_s:
                     text = redact(f"{type(error).__name__}: {error}".strip().partition("\n")[0])
                     raise GaveUp(text) from None
-            time.sleep(pause)
+            self.bell.pause(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
@@ -222,7 +235,7 @@ def _lock(settings: Settings, bell: Bell) -> LockFile | None:
             cursor = Cursor.load(folder / f"{settings.name}.json")
             if bell.ended and cursor.lines >= num_lines(settings.directory):
                 return None
-            bell.wait()
+            bell.pause(POLL_S)
 
 
 def main() -> int:
