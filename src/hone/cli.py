@@ -7,6 +7,7 @@ A HoneError is printed as its message, without a traceback: the message says whe
 do. Any other exception is a bug in hone and is shown with its traceback.
 """
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,8 @@ EXITS = {
     0: "Success. `hone finetune`: every epoch trained, or had nothing to train on.",
     1: "Failure, or a problem in what was checked or run; the last lines on stderr say why.",
     2: "Invalid command line: an unknown command or option, or an invalid value.",
-    INTERRUPTED: "Ctrl-C. `hone finetune` has written a report of the run so far; the same command "
-    "resumes it, and a second Ctrl-C exits at once, without a report.",
+    INTERRUPTED: "Ctrl-C or `kill -INT`. `hone finetune` has written a report of the run so far; the "
+    "same command resumes it, and a second Ctrl-C exits at once, without a report.",
 }
 """The meaning of each exit status; docs/reference/cli.md shows it."""
 
@@ -360,6 +361,9 @@ def _progress(name: str) -> Iterator[gguf.Progress]:
 
 def main() -> None:
     """The `hone` command."""
+    # The shell of a script ignores SIGINT for what it starts with `&`; `kill -INT` must end that too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     app()
 
 

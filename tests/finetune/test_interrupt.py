@@ -139,7 +139,10 @@ def test_the_second_leaves_at_once_whatever_hangs():
 
 
 def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
-    """It waits for a root that an orphan seems to use, and would say after a minute that it cannot."""
+    """It waits for a root that an orphan seems to use, and would say after a minute that it cannot.
+
+    The command runs in the background of a script: its shell starts it with SIGINT ignored.
+    """
     command, root = Command(tmp_path), tmp_path / "root"
     document = {
         **DOCUMENT,
@@ -157,16 +160,20 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
     orphan.wait()
     (root / "server.owner").write_text(str(orphan.pid))
     with FileLock(root / "server.lock"):
+        finetune = [sys.executable, "-m", "hone.cli", "finetune", f"--config_file={command.file}"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "hone.cli", "finetune", f"--config_file={command.file}"],
+            ["sh", "-c", '"$@" & echo $!; wait $!', "sh", *finetune],
             cwd=tmp_path,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
         output = root / "logs" / "server.out"
         while process.poll() is None and not output.exists():
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        os.kill(pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=100)
     assert process.returncode == INTERRUPTED
     *_, last = stderr.splitlines()
