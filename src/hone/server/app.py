@@ -1,7 +1,7 @@
 """The server's two ASGI apps: routes, error responses, and the middleware of every request.
 
 In:   State
-Out:  the control app, which has every route, and the app of the OpenAI API alone
+Out:  the control app, which has every route, and the app with the inference APIs only
 
 Every request passes the same middleware, in this order: body size, key, route, log line. Errors
 have the JSON shape of the OpenAI API, or of the dialect the path belongs to; a stack trace goes to
@@ -48,16 +48,17 @@ from hone.wire.openai_chat_response import CHAT, TEXT
 from hone.wire.openai_response_events import RESPONSES
 
 DIALECTS = (CHAT, TEXT, RESPONSES, MESSAGES)
-"""Each writes the errors of its path."""
+"""The API dialects; each formats the errors of its own routes."""
 _PROJECT = re.compile(r"^/project/([^/]+)(?=/)")
-"""Before any path of the OpenAI API: a model's name means the one of this project."""
+"""Prefix of any OpenAI API path; under it, model names refer to models of this project."""
 _ROLLOUT = "/rollout/"
 _REQUEST_ID = "hone.request_id"
-"""Key of the ASGI scope: an id that is in the log, in the headers and in errors of some dialects."""
+"""Key in the ASGI scope. The id appears in the log, in response headers and in some dialects'
+errors."""
 
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
-    """The control plane, which has every route, and the OpenAI API alone."""
+    """The control app, which has every route, and the app with the inference APIs only."""
     parts = (chat_routes.routes, openai_responses.routes, rollouts.routes)
     control = _app(state, "hone", (*parts, training.routes, art.routes), control=True)
     inference = _app(state, "hone: OpenAI API", parts, control=False)
@@ -88,7 +89,7 @@ def _app(
 
     app.add_middleware(_Middleware, state=state, control=control, plain=plain)
     if origins := state.settings.allowed_origins:
-        # Before the key is checked: a browser asks without it whether the page may send it.
+        # Outside the key check: a browser's preflight request carries no key.
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
@@ -101,7 +102,7 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
     @router.get("/health")
     @router.get("/healthcheck")
     async def health() -> dict[str, Any]:
-        """Whether the server works, part by part; with the key, also what it serves.
+        """Status of the server and of each of its parts; with the key, also what it serves.
 
         `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
         use whether it is loaded.
@@ -119,7 +120,7 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
 
 
 async def _health(state: State) -> dict[str, Any]:
-    """Without the key: no names, no jobs, and no reasons, which may name paths."""
+    """The body of /health. Without the key: no names, no jobs, and no reasons (they name paths)."""
     keyed = auth.access.get() != "anyone"
     health: dict[str, Any] = {}
     parts = {
@@ -183,7 +184,7 @@ def _no_route(method: str, path: str) -> str:
 def _validation_error(
     content_type: str, error: RequestValidationError
 ) -> tuple[int, dict[str, Any]]:
-    """A body that does not validate. `input` is left out: it may be megabytes, or a secret."""
+    """The error for a body that does not validate. Omits `input`: it may be large, or a secret."""
     if not is_json(content_type) and any(e["loc"] == ("body",) for e in error.errors()):
         sent = (
             f"the body's Content-Type is {content_type[:100]!r}"
@@ -212,12 +213,12 @@ def _take_project(scope: Scope) -> str | None:
 
 
 class _Middleware:
-    """Checks body size and key, and logs every request. Plain ASGI, so that streams stay streams."""
+    """Checks body size and key, and logs every request. Plain ASGI: it does not buffer streams."""
 
     def __init__(
         self, app: Any, *, state: State, control: bool, plain: Mapping[str, PlainRoute]
     ) -> None:
-        """`plain`: routes by their path, of POST requests, which go past FastAPI."""
+        """`plain`: POST routes that bypass FastAPI, by path."""
         self.app = app
         self.state = state
         self.control = control
@@ -230,7 +231,7 @@ class _Middleware:
         started = time.perf_counter()
         status = 0
         request_id = scope[_REQUEST_ID] = f"req_{secrets.token_hex(10)}"
-        # OpenAI's clients read the first, Anthropic's the second.
+        # OpenAI's clients read x-request-id, Anthropic's request-id.
         own = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
         async def watch(message: Message) -> None:
@@ -242,7 +243,7 @@ class _Middleware:
 
         try:
             await self._check(scope, receive, watch)
-        except Exception as error:  # whatever it is: JSON for the client, the trace for the log
+        except Exception as error:  # any error: JSON for the client, the traceback for the log
             response = _error_response(self.state, scope, error)
             if status:
                 raise
@@ -252,7 +253,7 @@ class _Middleware:
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = _take_project(scope)
-        # Once for all: starlette's Headers decodes them for every look. Of several, the first counts.
+        # Decoded once: starlette's Headers decodes on every lookup. The first of several counts.
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(scope["headers"])
@@ -296,6 +297,6 @@ class _Middleware:
             "ms": round(seconds * 1e3, 2),
             "id": scope[_REQUEST_ID],
         }
-        if refusal := scope.get("hone.refusal"):  # some clients show their users the status alone
+        if refusal := scope.get("hone.refusal"):  # some clients show only the status
             fields["reason"] = refusal_text(refusal, self.state.settings.api_key)
         say("request", level=level, **fields)

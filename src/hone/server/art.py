@@ -3,10 +3,10 @@
 In:   requests of `openpipe-art` 0.3 to 0.5.17, and of NAT's plugin through it
 Out:  the responses they expect, from the same functions that training.py calls
 
-Registering and asking for the step load nothing: those clients wait only five seconds. A training
-call is answered while its job runs, one JSON line per gradient step; the stream starts as late as
-possible, because until then a failure still has a status and a message, and afterwards only a
-broken body. A job goes on when its client disconnects.
+Registering a model and asking for its step load nothing, because ART's clients time out after five
+seconds. A training call is answered while its job runs, one JSON line per gradient step; the stream
+starts as late as possible, because until then a failure still has a status and a message, and
+afterwards only a broken body. A job goes on when its client disconnects.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ HISTORY = {
     "grad_norm": "learn/grad_norm",
     "learning_rate": "learn/learning_rate",
 }
-"""What ART's server writes into history.jsonl under `train/`, and hone's metrics."""
+"""ART's metric names in history.jsonl (under `train/`), and hone's."""
 
 
 def routes(state: State) -> APIRouter:
@@ -91,8 +91,8 @@ def routes(state: State) -> APIRouter:
         await state.service.prepare(record)
         key = inference_key(state.settings) or server_args.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
-        # With the project: these clients ask for a model by its name alone, which another project
-        # may use as well.
+        # With the project: these clients send only the model's name, which another project may use
+        # as well.
         url = inference_url(state.settings, host, scheme, project=record.key.project)
         return url, str(key)
 
@@ -119,7 +119,7 @@ def routes(state: State) -> APIRouter:
 
     @router.post("/close")
     async def close() -> None:
-        """Does nothing: others use this server too."""
+        """Does nothing: other clients may use this server."""
 
     for name in ("pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"):
         router.post(f"/_experimental_{name}", status_code=501)(_absent(name))
@@ -175,7 +175,7 @@ def _record(state: State, model: ArtModel) -> ModelRecord:
 def _step(state: State, key: ModelKey) -> int:
     try:
         return state.serving.newest(state.models.get(key))[0]
-    except NotFound:  # not trained here, or not registered yet
+    except NotFound:  # no base model, or not registered yet
         return 0
 
 
@@ -205,7 +205,7 @@ async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     request = JobRequest(
         model=str(record.key),
         groups=[],
-        # ART has no such bound: its clients may send what was sampled a step ago; the metric
+        # ART has no staleness limit: its clients may send rollouts of the previous step. The metric
         # shows it.
         config={"max_staleness": None, **record.spec.defaults, **sent.config},
         plot_tensors=sent.plot_tensors,
@@ -269,7 +269,7 @@ async def _lines(state: State, job: JobInfo, sent: job_tasks.Head) -> AsyncItera
 
 
 def _warn_if_stale(job: JobInfo) -> None:
-    """The commonest mistake of ART's users: rollouts that ask for the base model by its name."""
+    """Warn about a common mistake of ART users: rollouts that request the base model by name."""
     if job.metrics.get("learn/staleness", 0) > 0:
         say(
             "ART: trained on answers of an older step; let the rollouts ask for the model's name",
@@ -288,13 +288,13 @@ async def _from(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _line(steps: int, metrics: Mapping[str, float]) -> str:
-    """Old clients fail without the first key; newer ones need the second in every line."""
+    """One line of the stream. Old clients require the first key, newer ones the second."""
     counts = {"num_gradient_steps": steps, "data/step_num_gradient_steps": float(steps)}
     return json.dumps(counts | dict(metrics), allow_nan=False) + "\n"
 
 
 def _metrics(job: JobInfo, sent: job_tasks.Head) -> dict[str, float]:
-    """Under ART's names and under hone's; only finite numbers."""
+    """The job's metrics under ART's names and hone's; only finite numbers."""
     counted = {
         "data/step_num_scenarios": float(sent.groups),
         "data/step_num_groups_submitted": float(sent.groups),

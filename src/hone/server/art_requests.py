@@ -1,10 +1,10 @@
-"""The requests of ART's clients, and what they mean in hone's words.
+"""The requests of ART's clients, and their translation to hone's types.
 
 In:   ART's model object with its `_internal_config`; trajectory groups; the bodies of its routes
 Out:  ModelSpec, TrajectoryGroups, keys of TrainConfig; names of keys that mean nothing here
 
 Every key is honoured, refused, or named as not applicable, by the tables here and in model_args.py.
-Null means absent, except for the one key whose null means something. Groups keep unknown keys: they
+Null means absent, except for the one key for which null is a value. Groups keep unknown keys: they
 are logged as they were sent.
 """
 
@@ -50,7 +50,7 @@ _JOB = {
 _ONLY = {
     f"{part}.{key}": values for part in ("config", "dev_config") for key, values in ONE_WAY.items()
 }
-"""Keys that would change the result: the values that are what hone does anyway."""
+"""Keys that would change the result, and the values that match what hone does anyway."""
 
 
 class ArtModel(BaseModel):
@@ -67,7 +67,7 @@ class ArtModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, data: Any) -> Any:
-        """Some routes send it alone, others under `model`; every route accepts both."""
+        """Accept the model object itself, or under `model`: ART's routes send both."""
         if isinstance(data, dict) and "name" not in data and isinstance(data.get("model"), dict):
             return data["model"]
         return data
@@ -172,7 +172,7 @@ class _Request(BaseModel):
 
 
 class PrepareRequest(_Request):
-    """How ART starts its OpenAI server; hone's runs already."""
+    """Options with which ART would start its OpenAI server; hone's is already running."""
 
     config: dict[str, Any] | None = None
 
@@ -256,7 +256,7 @@ def job_config(
 
 
 def server_keys(config: Mapping[str, Any] | None) -> list[str]:
-    """Keys for starting ART's OpenAI server; here it is running already, so they are only listed."""
+    """Keys for starting ART's OpenAI server. hone's is already running, so they are only listed."""
     names = []
     for name, value in flat(config or {}, ("server_args", "engine_args"), ("config",)):
         if name in DEVICES:

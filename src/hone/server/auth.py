@@ -3,8 +3,8 @@
 In:   settings; the address, path and headers of a request
 Out:  the request's Access, or an Unauthorized that says what to send or which option to set
 
-Host and Origin are checked with and without a key (wire/access.py). Without a key, the address a
-connection comes from is all that keeps strangers out, so a request that a proxy forwarded is
+Host and Origin are checked with and without a key (wire/access.py). Without a key, only the
+address of the connection tells a local client from others, so a request that a proxy forwarded is
 refused.
 """
 
@@ -34,8 +34,8 @@ from hone.wire.access import (
 )
 
 Access = Literal["operator", "peer", "inference", "anyone"]
-"""An operator may do everything; a peer (in a trusted network, without the key) may train, but not
-name a path; an inference client may use the OpenAI API alone; anyone may ask whether it works."""
+"""An operator may do everything. A peer (in a trusted network, without the key) may train, but not
+name a path. An inference client may use only the inference APIs. Anyone may check the health."""
 
 access: ContextVar[Access] = ContextVar("access", default="operator")
 """Access of the current request; outside any request, the operator's."""
@@ -46,7 +46,7 @@ _OPENAI = re.compile(
     r"/(version|tokenize|detokenize)?|(/rollout/[^/]+)?/v1/"
     r"(chat/completions|completions|responses(/.*)?|messages(/count_tokens)?|models(/.*)?)"
 )
-"""Paths that the inference key opens."""
+"""Paths for which the inference key is valid."""
 
 
 def check(
@@ -136,7 +136,7 @@ def check_advertised(settings: Settings) -> None:
 
 
 def inference_key(settings: Settings) -> str | None:
-    """The key that opens the inference APIs alone; None for a server without a key."""
+    """The key that is valid for the inference APIs only; None for a server without a key."""
     return None if settings.api_key is None else derive_inference_key(settings.api_key)
 
 

@@ -25,10 +25,10 @@ from starlette.types import Message, Receive, Scope, Send
 from hone.server.settings import Settings
 
 AnswerRaw = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
-"""Answers a body; calls its second argument when the body is no longer in memory."""
+"""Handles a request body, and calls its second argument when the body is no longer in memory."""
 
 MIN_BYTES_PER_S = 64 * 2**10
-"""Each byte adds to the time a body may take, at this rate."""
+"""Slowest rate at which a body may arrive, after `body_timeout_s`."""
 _JSON = re.compile(r"application/([^/]*\+)?json")
 
 
@@ -40,7 +40,7 @@ class BodyBudget:
         self.reserved = 0
 
     def reserve(self, size: int) -> None:
-        """Raises HTTPException where others hold too much; one alone always fits."""
+        """Raise HTTPException if other bodies already use too much; a single body always fits."""
         if self.reserved and self.reserved + size > self.limit:
             raise HTTPException(
                 429,
@@ -64,7 +64,7 @@ class BodyReader:
         settings: Settings,
         budget: BodyBudget,
     ) -> None:
-        """Raises HTTPException where the announced length is already too much."""
+        """Raises HTTPException if Content-Length already exceeds a limit."""
         self._receive = receive
         self._settings = settings
         self._budget = budget
@@ -122,12 +122,12 @@ class BodyReader:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether FastAPI would parse the body; a web page may send any other type unasked."""
+    """Whether FastAPI would parse the body. Web pages can send other types without preflight."""
     return _JSON.fullmatch(content_type.partition(";")[0].strip().lower()) is not None
 
 
 class JsonRoute(APIRoute):
-    """A route that refuses half of a surrogate pair in its JSON body: no file can hold it."""
+    """A route that refuses lone surrogates in its JSON body: they cannot be written as UTF-8."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride] - a coroutine is awaitable
         handle = super().get_route_handler()
@@ -151,10 +151,10 @@ class _JsonRequest(Request):
 
 
 class PlainRoute(APIRoute):
-    """A route that FastAPI documents, and that app.py calls itself.
+    """A route that FastAPI documents, but that app.py calls directly.
 
-    Its endpoint takes the Request alone and returns a Response, so that there is nothing that FastAPI
-    could add, for which it takes a third of a millisecond.
+    Its endpoint takes a Request and returns a Response, so FastAPI would only add a third of a
+    millisecond.
     """
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,7 +175,7 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
                 reader.accepts_large = True
                 if not is_json(request.headers.get("content-type", "")):
                     return await refuse(request)
-                # Not `request` itself: it would keep the body for as long as it is answered.
+                # Not `request` itself: it would keep the body in memory until the response is sent.
                 body = await Request(request.scope, request.receive).body()
                 return await answer(body, reader.release)
 

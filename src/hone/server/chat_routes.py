@@ -2,7 +2,7 @@
 
 In:   requests of their clients, inside a rollout (wire/rollout.py) or outside
 Out:  answers with token ids, log-probabilities and the step that answered, every call recorded; the
-      names that can be asked for; token ids and text of a model's tokenizer
+      names that can be requested; token ids and text of a model's tokenizer
 
 Every route needs the key. Tokenizing loads no weights. Anthropic's clients add /v1 to their base URL
 themselves: theirs is the server's address, or /rollout/ID under it.
@@ -69,7 +69,7 @@ def routes(state: State) -> APIRouter:
 
     @router.get("/", tags=["vllm"])
     async def root() -> dict[str, Any]:
-        """What answers here."""
+        """The name and version of this server."""
         return {"name": "hone", "version": hone.__version__, "routes": "/openapi.json"}
 
     @router.get("/version", tags=["vllm"])
@@ -77,7 +77,7 @@ def routes(state: State) -> APIRouter:
         """The version of this server."""
         return {"version": hone.__version__}
 
-    # Claude Code and load balancers ask in this way whether the address answers.
+    # Claude Code and load balancers check in this way whether the server is up.
     @router.head("/", include_in_schema=False)
     @router.head("/version", include_in_schema=False)
     @router.head("/health", include_in_schema=False)
@@ -101,14 +101,14 @@ def _add_model_routes(router: APIRouter, state: State) -> None:
         return state.serving.served(run, dict(scope.aliases))
 
     async def models(request: Request) -> dict[str, Any]:
-        """Every name that can be asked for."""
+        """Every name that can be requested."""
         served = await asyncio.to_thread(served_to, request)
         entries = [_list_entry(name) for name in served]
         ids = {"first_id": served[0].id, "last_id": served[-1].id} if served else {}
         return {"object": "list", "data": entries, "has_more": False, **ids}
 
     async def model(name: str, request: Request) -> dict[str, Any]:
-        """One name that can be asked for."""
+        """One name that can be requested."""
         served = await asyncio.to_thread(served_to, request)
         for entry in served:
             if entry.id == name:
@@ -124,7 +124,7 @@ def _add_model_routes(router: APIRouter, state: State) -> None:
 
 
 def _list_entry(served: ServedName) -> dict[str, Any]:
-    """A model as OpenAI's clients know it, and as Anthropic's do: type, display_name, created_at."""
+    """A model with OpenAI's fields, and Anthropic's: type, display_name, created_at."""
     return {
         "id": served.id,
         "object": "model",

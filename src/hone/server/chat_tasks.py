@@ -3,8 +3,8 @@
 In:   the bytes of a body; a prompt to render, and the tokenizer to use
 Out:  checked requests and token ids
 
-What comes back from a worker process is bounded by the number of tokens that the server accepts,
-never by the size of the body: unpickling a million values stops the event loop as parsing them
+The result of a worker process is bounded by the number of tokens that the server accepts, not by
+the size of the body: unpickling a million values would block the event loop just as parsing them
 would.
 """
 
@@ -21,14 +21,14 @@ from hone.wire.openai_chat import ChatRequest, CompletionRequest, read_json
 ParsedRequest = Request | CompletionRequest
 
 BYTES_PER_TOKEN = 256
-"""Bytes of a body for each token of the longest prompt; a real one has about 5."""
+"""Maximum bytes of a body per token of the longest prompt; real ones have about 5."""
 VALUES_PER_TOKEN = 16
-"""Commas and brackets of a body for each such token; a real one has fewer than 2."""
+"""Maximum commas and brackets per token; real bodies have fewer than 2."""
 MIN_TOKENS = 4096
 
 
 def max_bytes(max_seq_length: int) -> int:
-    """Bytes of the longest request that can be a prompt of so many tokens."""
+    """Size of the longest body whose prompt can fit into `max_seq_length` tokens."""
     return BYTES_PER_TOKEN * max(MIN_TOKENS, max_seq_length)
 
 
@@ -60,7 +60,7 @@ def read_request(
 
 
 def sampling_request(request: ParsedRequest) -> ChatRequest | CompletionRequest:
-    """The request as the OpenAI API has it."""
+    """The request in the form of the OpenAI API."""
     return request if isinstance(request, CompletionRequest) else request.chat
 
 

@@ -32,9 +32,10 @@ from hone.types import Call, RecordedCall, TrainConfig
 from hone.wire.errors import brief
 
 _SAME = 1e-4
-"""Log-probabilities this close are the same number, written with fewer digits."""
+"""Log-probabilities this close are taken as equal: one may be written with fewer digits."""
 _CERTAIN = 1e-3
-"""A completion less surprising than this has the same log-probabilities after many prompts."""
+"""Below this total surprisal, a completion can have the same log-probabilities after many
+prompts."""
 _CALL = re.compile(r"call-[0-9a-f]{20}")
 
 
@@ -189,7 +190,7 @@ class ChoiceReader:
         return calls[0] if calls and _equivalent(calls) else None
 
     def _usable(self, call: RecordedCall) -> bool:
-        # Template arguments and date may differ: the ids mean the same.
+        # Template arguments and date may differ: they do not change what the ids mean.
         fixed = FIXED.isdisjoint(differing(call.fingerprint, self._fingerprint))
         return fixed and not call.abandoned
 
@@ -204,7 +205,7 @@ class ChoiceReader:
         history: History,
         where: FieldPath,
     ) -> None:
-        """Refuse ids that do not say what the message says."""
+        """Refuse token ids whose text differs from the message."""
         finish = "length" if choice.get("finish_reason") == "length" else "stop"
         reply = self._template.parse(ids, prompt_ids=prompt, tools=history.tools, finish=finish)
         (sent,) = check_messages([message])
@@ -323,5 +324,5 @@ def _meanings(messages: Sequence[Mapping[str, Any]]) -> list[str] | None:
 
 
 def _trimmed(text: str) -> str:
-    # A character cut in half at the end is shown by some servers and left out by others.
+    # Some servers show an incomplete character at the end, others omit it.
     return text.strip().rstrip("\ufffd").rstrip()

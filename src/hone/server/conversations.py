@@ -3,7 +3,7 @@
 In:   the messages of a request; the calls that were answered
 Out:  prompts to render, and the recorded calls they may continue
 
-The calls of an active rollout are in memory and are read again from the CallStore otherwise, so a
+The calls of an active rollout are in memory; otherwise they are read again from the CallStore, so a
 restarted server continues exactly. Calls outside any rollout share one bounded history per model:
 serving must continue a conversation as training does, or the policy would be trained on other
 prompts than it meets. Only calls of the same weights are continued.
@@ -50,7 +50,7 @@ class _ModelHistory(Conversation):
             self.record(call)
 
     def record(self, call: RecordedCall, request: HashedMessages | None = None) -> None:
-        """Later calls may continue it, unless its client never received the answer."""
+        """Add a call that later requests may continue, unless its client never got the answer."""
         if call.messages is None or call.abandoned:
             return
         self.add(
@@ -81,7 +81,7 @@ class RolloutHistory:
         self.users = 0
         """Requests in progress; while there are any, the history stays in memory."""
         self.counted = 0
-        """Its tokens when they were last added up."""
+        """Number of its tokens, when they were last counted."""
         self._lock = threading.RLock()
         self._by_weights: dict[str, _ModelHistory] = {}
         self._stored: list[RecordedCall] | None = None
@@ -119,7 +119,7 @@ class RolloutHistory:
         calls: Sequence[RecordedCall],
         request: HashedMessages | None = None,
     ) -> None:
-        """Calls that answered a request. Blocking."""
+        """Add the calls that answered a request. Blocking."""
         with self._lock:
             history = self._of_weights(tokenizer)
             for call in calls:
@@ -134,7 +134,7 @@ class RolloutHistory:
 
     def is_loaded(self, calls: CallStore) -> bool:
         """Whether `load` has nothing to read: its calls are in memory, or it has none yet."""
-        if self._stored is None and self._lock.acquire(blocking=False):  # held by one that loads
+        if self._stored is None and self._lock.acquire(blocking=False):  # fails while another loads
             try:
                 if not (self.rollout and calls.has_rollout(self.rollout)):
                     self._stored = []

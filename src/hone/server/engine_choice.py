@@ -3,12 +3,12 @@
 In:   Settings, the registered models
 Out:  engines, opened; checks of the engine_args that a model sends; the GPUs of engine and learner
 
-`auto` takes vLLM if the chosen Python has it and the machine has a CUDA GPU. One engine serves all
-models of a base model: it has the engine_args of the model registered last, room for the largest
-rank, and the longest max_seq_length.
+`auto` selects vLLM if it is installed for the chosen Python and the machine has a CUDA GPU. One
+engine serves all models of a base model, with the engine_args of the model registered last, the
+largest rank and the longest max_seq_length.
 
-GPUs have numbers among those that the server sees. A process gets only its own, so the first one it
-sees is the one that it was given.
+GPU ids index the GPUs that the server sees. A process sees only the GPUs assigned to it, so its
+first GPU is always cuda:0.
 """
 
 import itertools
@@ -36,7 +36,8 @@ from hone.types import ModelSpec
 from hone.wire.errors import brief
 
 CheckArg = Callable[[str, str, Any], bool]
-"""Checks one argument of the engine (where it stands, its key, its value): whether it applies here."""
+"""Checks one engine argument (its path, key and value); returns whether it applies to this
+engine."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -51,7 +52,7 @@ class Plan:
     max_length: int
 
     def covers(self, other: "Plan") -> bool:
-        """Whether an engine of this plan serves the other one too."""
+        """Whether an engine started with this plan can also serve the other plan's models."""
         limit = self.args.get("max_lora_rank") or rank_limit(self.rank)
         return (
             self.args == other.args and other.rank <= limit and other.max_length <= self.max_length
@@ -60,7 +61,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """GPUs by number; none on a machine without."""
+    """GPU ids of engine and learner; empty on a machine without GPUs."""
 
     inference: tuple[int, ...] = ()
     trainer: int | None = None
@@ -88,7 +89,7 @@ class EngineChoice:
 
     @cached_property
     def vllm(self) -> VllmEnvironment | None:
-        """The vLLM that serves, if one of this machine does."""
+        """The vLLM installation that is used; None for another engine, or for --engine-url."""
         settings = self._settings
         if settings.engine == "embedded" or settings.engine_url is not None:
             return None
@@ -121,7 +122,7 @@ class EngineChoice:
         return check
 
     def register(self, spec: ModelSpec, in_use: bool) -> bool:
-        """Serve this model from now on; whether the running engine must be opened again for it.
+        """Register a model; returns whether the running engine must be reopened for it.
 
         Raises ConfigError for more GPUs than there are, and for an engine that cannot change now.
         """
@@ -161,7 +162,7 @@ class EngineChoice:
     def _gpus(self, args: Mapping[str, Any]) -> Gpus:
         device = self._settings.device
         gpus = choose_gpus(args, device=device, count=num_gpus(device))
-        if self._settings.engine_url is not None:  # where that one is, is not known here
+        if self._settings.engine_url is not None:  # its GPUs are not known here
             return Gpus((), gpus.trainer)
         return gpus
 
@@ -183,7 +184,7 @@ class EngineChoice:
         return plan_card(total, needs, utilization=share, sleep=sleep)
 
     def less_memory(self, base_model: str, generations: int | None = None) -> str:
-        """What to do if the memory of a GPU did not suffice, with values that would fit."""
+        """Advice for a GPU that ran out of memory, with values that would fit."""
         plan, gpus = self._current(base_model), self.gpus(base_model)
         if gpus.trainer is None:
             return ""
@@ -197,7 +198,7 @@ class EngineChoice:
         )
 
     def machine(self) -> tuple[str, Any, int]:
-        """The device of engine and learner, its number type, and the bytes of one number."""
+        """The device of engine and learner, its dtype, and the size of one value in bytes."""
         from hone.models.machine import choose  # torch takes seconds to load
 
         device, dtype = choose(self._settings.device)
@@ -224,7 +225,7 @@ class EngineChoice:
         """Open the engine of a base model."""
         if self.is_vllm:
             return self._open_vllm(base_model)
-        # Here, because torch takes seconds to load and `hone serve` is up without it.
+        # Imported here: torch takes seconds to load, and `hone serve` starts without it.
         from hone.inference.embedded import EmbeddedEngine
 
         return EmbeddedEngine.open(base_model, device=self._settings.device)
@@ -233,9 +234,7 @@ class EngineChoice:
         from hone.inference.vllm import VllmEngine
 
         device, dtype, _ = self.machine()
-        with (
-            self._lock
-        ):  # before it opens: a model that is registered meanwhile is compared with it
+        with self._lock:  # set before it opens: models registered meanwhile are compared with it
             plan = self._opened[base_model] = self._plan(base_model, None)
         directory = self._directory()
         url = self._settings.engine_url
@@ -250,7 +249,7 @@ class EngineChoice:
             say(card.describe(), base_model=base_model)
             args["gpu_memory_utilization"] = int(1000 * card.utilization) / 1000
             args["enable_sleep_mode"] = card.sleeps
-        elif gpus.inference:  # nobody else needs its memory
+        elif gpus.inference:  # nothing else needs its memory
             args["enable_sleep_mode"] = False
         return VllmEngine.open(
             base_model,
@@ -289,7 +288,7 @@ class EngineChoice:
                 self._starting.discard(process)
 
     def close(self) -> None:
-        """Stop what is starting, so that nobody waits for it."""
+        """Stop engines that are still starting, so that no request waits for them."""
         with self._lock:
             self._closed = True
             starting = list(self._starting)
@@ -297,7 +296,7 @@ class EngineChoice:
             process.stop()
 
     def describe(self) -> str:
-        """The engine, in a few words."""
+        """The engine and its version, for the log."""
         if self._settings.engine_url is not None:
             return f"vLLM at {self._settings.engine_url}"
         if self.vllm is None:

@@ -9,8 +9,8 @@ engine that fails repeatedly is reopened at growing intervals; requests between 
 refused.
 
 While a job trains on the device that the engines use, they sleep and requests wait, up to a time
-limit. Pauses are counted: when the last one ends, for whatever reason, requests pass, even if an
-engine does not wake.
+limit. Pauses are counted: when the last one ends, for whatever reason, requests continue, even if
+an engine does not wake.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ STEADY_S = 60.0
 class Adapters:
     """The adapters in one engine, least recently used first. For one event loop.
 
-    An adapter is its hash: what is loaded under a hash is never loaded again, so one that the
-    engine does not really serve must be unloaded, or publishing the same hash would change nothing.
+    An adapter is identified by its hash. A hash that is loaded is never loaded again, so an adapter
+    that the engine does not really serve must be unloaded, or publishing it again would do nothing.
     """
 
     def __init__(self, engine: Engine, max_adapters: int) -> None:
@@ -74,7 +74,7 @@ class Adapters:
         """Unload adapters above the limit that are neither in use nor needed; loads wait."""
         async with self._changing:
             needed = self._promoted() | self.unproved | set(+self._users)
-            # The last one was just asked for.
+            # The last one was just requested.
             unneeded = [sha256 for sha256 in list(self._loaded)[:-1] if sha256 not in needed]
             for sha256 in unneeded[: max(len(self._loaded) - self._max, 0)]:
                 try:
@@ -112,7 +112,7 @@ class Adapters:
             self._users[adapter.sha256] -= 1
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
-        """The newest step of a model belongs to another name."""
+        """Move the newest step of a model to another name."""
         if key in self.newest:
             step, adapter = self.newest.pop(key)
             self.newest[new] = step, adapter and replace(adapter, model=str(new))
@@ -332,7 +332,7 @@ class Engines:
             usage.part.recover()
         usage.part.fail(failure)
         _write(f"{base_model}: failed: {failure}")
-        failure.__traceback__ = None  # it is logged; its frames would keep the old weights alive
+        failure.__traceback__ = None  # logged; it would keep the old weights alive
         del self._bases[base_model]
         usage.old = base.engine
         failures = usage.part.failures
@@ -344,7 +344,7 @@ class Engines:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Let running requests end, hold new ones and free the engines' KV cache meanwhile.
+        """Let running requests end; in the block, hold new ones and free the engines' KV cache.
 
         Raises Unavailable, without a pause, if running requests do not end within `pause_s`.
         """
@@ -373,7 +373,7 @@ class Engines:
 
     async def _wake(self) -> None:
         async with self._switching:
-            if self._pauses:  # another pause began meanwhile: its end wakes them
+            if self._pauses:  # another pause began; the engines wake when it ends
                 return
             waking = (base.engine.wake() for base in self.loaded().values())
             for error in await asyncio.gather(*waking, return_exceptions=True):

@@ -3,9 +3,9 @@
 In:   a RequestContext, a prompt, sampling parameters
 Out:  tokens as they are sampled; every choice recorded when the last one has ended
 
-The calls are committed before `run` returns, and only then is the last byte sent: what a client
-has seen to its end is on record. If the client leaves, or the engine fails, sampling stops and the
-tokens so far are recorded as abandoned, which is never trained on.
+The calls are committed before `run` returns, and the last byte is sent only then, so every response
+that a client received completely is recorded. If the client disconnects or the engine fails,
+sampling stops, and the tokens so far are recorded as abandoned; they are never trained.
 """
 
 import logging
@@ -30,13 +30,13 @@ from hone.types import Call, RecordedCall, RunSpec
 from hone.wire.rollout import RolloutScope
 
 Size = Literal["small", "medium", "large"]
-"""Small ones are read and tokenized on the event loop, large ones in another process; a medium one is
-read on the event loop and tokenized in a thread."""
+"""Size class of a request body. Small bodies are read and tokenized on the event loop, medium ones
+are read there and tokenized in a thread, large ones are handled in another process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestContext:
-    """What is known of a request besides its body."""
+    """A request's model, rollout and settings, without its body."""
 
     state: State
     policy: Policy
@@ -44,13 +44,13 @@ class RequestContext:
     history: RolloutHistory
     run: RunSpec | None
     size: Size
-    """Of its body, on which it depends where the prompt is tokenized."""
+    """Size of the body, which decides where the prompt is tokenized."""
     prompt_key: str = "messages"
-    """The key of its body that holds the prompt."""
+    """The key of the body that contains the prompt."""
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens in prompt and answer together."""
         most = min(self.policy.base.max_positions, self.state.settings.max_seq_length)
         own = self.spec("defaults", {}).get("max_seq_length")
         return min(most, int(own or most))
@@ -77,13 +77,13 @@ class Choice:
         self._reply: Reply | None = None
 
     def deltas(self) -> list[Delta]:
-        """What the tokens since the last time add to the message."""
+        """The parts of the message that tokens since the last call have added."""
         ids = [token.id for token in self.tokens[self._parsed :]]
         self._parsed = len(self.tokens)
         return self._parser.feed(ids) + (self._close() if self.finish else [])
 
     def reply(self) -> Reply:
-        """The message; of an answer that was cut off, the part that was sampled."""
+        """The message; if the answer was cut off, the part that was sampled."""
         if self._reply is None:
             self.deltas()
             self._close()
@@ -119,18 +119,19 @@ class Generation:
     context: RequestContext
     prompt: NextPrompt
     index: int
-    """Of the request in its rollout."""
+    """Index of the request in its rollout."""
     sampling: Sampling
     make_parser: Callable[[str], Parser]
     """Makes the parser of one choice from the id of its call."""
     fingerprint: str
     parent: RecordedCall | None = None
-    """The call that it continues, or that came before; their common prefix is stored once."""
+    """The call that the prompt continues, or else the previous one; their common prefix is stored
+    once."""
     messages: list[dict[str, Any]] | None = None
     hashed_messages: HashedMessages | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     not_applicable: list[str] = field(default_factory=list)
-    """Keys of the request that change nothing for this model; named in the response."""
+    """Request keys that have no effect for this model; listed in the response."""
     request_fields: dict[str, Any] | None = None
     """Fields of the request that are recorded with the call."""
     id: str = field(default_factory=lambda: secrets.token_hex(10))
@@ -149,7 +150,7 @@ class Generation:
         return self.parent if self.prompt.outcome == "bridged" else None
 
     async def run(self, send: Send | None = None) -> None:
-        """Sample to the end, sending new tokens; returns when every choice is recorded."""
+        """Sample all choices and send new tokens; returns when every choice is recorded."""
         policy = self.context.policy
         try:
             stream: Any = policy.base.engine.generate(
@@ -168,17 +169,17 @@ class Generation:
             raise
 
     async def _record(self, *, abandoned: bool) -> None:
-        """A client that leaves meanwhile undoes nothing: the calls are recorded whole."""
+        """Record the calls, even if the client disconnects meanwhile."""
         if not self._recorded:
             self._recorded, self._abandoned = True, abandoned
             await self.context.state.recorder.record(self)
 
     def make_calls(self) -> tuple[list[RecordedCall], RecordedCall | None]:
-        """For the recorder, like `committed`."""
+        """The calls to record. Called by the recorder."""
         return [self._call(choice) for choice in self.choices], self.parent
 
     def committed(self, calls: Sequence[RecordedCall]) -> None:
-        """Later requests may continue them; counts them."""
+        """Let later requests continue the calls, and count them. Called by the recorder."""
         policy, metrics = self.context.policy, self.context.state.metrics
         self.context.history.add(policy.base, calls, self.hashed_messages)
         model, abandoned = policy.model, self._abandoned

@@ -6,10 +6,10 @@ Out:  the learner's StepResult, as a mapping; the checkpoint of the next step; t
 A learner loads a checkpoint with its optimizer's state before each job: the result of a job does
 not depend on the jobs before it.
 
-A job fails only for a cause of its own. When the disk is full or fails, the job goes back to the
-queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the job
-is retried. A change of state that the disk refuses is kept in memory and written as soon as the
-disk works again, so that a job is never stuck in a state that nobody works on.
+A job fails only because of its own contents. When the disk is full or fails, the job goes back to
+the queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the
+job is retried. A change of state that the disk refuses is kept in memory and written as soon as the
+disk works again, so that no job is left in a state in which it makes no progress.
 """
 
 import math
@@ -58,7 +58,7 @@ SPARE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class JobStages:
-    """What the jobs of one server do that blocks: call it from a thread."""
+    """The blocking stages of a server's jobs. Call them from a thread."""
 
     jobs: JobStore
     checkpoints: Checkpoints
@@ -69,16 +69,16 @@ class JobStages:
     # ---- start ------------------------------------------------------------------------------
 
     def newest(self, record: ModelRecord, tokenizer: BaseTokenizer) -> Checkpoint:
-        """The newest step; step 0 is drawn from the model's seed where there is none."""
+        """The newest step; if there is none, step 0, initialized from the model's seed."""
         with self._writing_first:
             newest = self.checkpoints.newest(record.key)
             return newest or self._save_first(record.spec, tokenizer)
 
     def _save_first(self, spec: ModelSpec, tokenizer: BaseTokenizer) -> Checkpoint:
-        """Step 0: a fresh adapter, which changes nothing yet, and an optimizer without moments."""
+        """Save step 0: a new adapter, which has no effect yet, and an empty optimizer state."""
 
         def fill(directory: Path) -> str:
-            # Here, because torch takes seconds to load and `hone serve` is up without it.
+            # Imported here: torch takes seconds to load, and `hone serve` starts without it.
             from hone.learner.optim import AdamW
             from hone.models.lora import Lora
             from hone.models.shape import restricted, shape_of
@@ -108,7 +108,7 @@ class JobStages:
 
         Raises DiskFull if the next step, about as large as the newest, could not be saved.
         """
-        from hone.models.fit import row_tokens  # here, as in _save_first
+        from hone.models.fit import row_tokens  # imported here, as in _save_first
 
         with storage(newest.path):
             size = sum(file.stat().st_size for file in newest.path.iterdir())
@@ -116,7 +116,7 @@ class JobStages:
         if free < (needed := SPARE_BYTES + size * 3 // 2):
             raise DiskFull(
                 f"{newest.path.parent}: the disk is full ({free / 2**20:.1f} MiB are free, the next "
-                f"step needs {needed / 2**20:.1f} MiB). Free some space; the job goes on by itself."
+                f"step needs {needed / 2**20:.1f} MiB). Free some space; the job then continues."
             )
         device, dtype, dtype_bytes = self.choice.machine()
         gpu = LearnerGpu.of(self.choice, tokenizer.name)
@@ -174,7 +174,7 @@ class JobStages:
         """Free the learner's share of a GPU that it shares with vLLM, as planned."""
         card = self.choice.card(base_model)
         if card is not None:
-            with suppress(LearnerDied):  # its memory is free then
+            with suppress(LearnerDied):  # frees its memory
                 learner.release(weights=card.offloads)
 
     def less_memory(self, job: JobInfo) -> str:
@@ -192,7 +192,7 @@ class JobStages:
         record: ModelRecord,
         meanwhile: Callable[[Checkpoint], AbstractContextManager[None]],
     ) -> Checkpoint:
-        """Save the learner's step, with what is needed to prove it and to train from it."""
+        """Save the learner's step, with everything needed to prove it and to continue training."""
         assert job.base_step is not None and learner.info is not None, (job, learner.info)
 
         def fill(directory: Path) -> str:
@@ -228,7 +228,7 @@ class JobStages:
     def finish(
         self, job: JobInfo, checkpoint: Checkpoint | None, result: Mapping[str, Any]
     ) -> None:
-        """Mark a job as done; without a checkpoint if there was nothing to learn."""
+        """Mark a job as done. `checkpoint` is None if there was nothing to learn."""
         step = None if checkpoint is None else checkpoint.step
         failpoint("job/before-done")
         reason = result["reason"] or None
@@ -259,7 +259,7 @@ class JobStages:
             return 0.0
         uncounted = {"attempts": job.attempts - (job.state == "running")}
         cancelled = isinstance(error, Cancelled) or job.cancel_requested
-        if closing:  # its learner was closed; what it saved is used at the next start
+        if closing:  # its learner was closed; the next start uses what it saved
             self.jobs.move(job.id, "queued", remember=True, **uncounted)
             return 0.0
         if isinstance(error, Unavailable) and not isinstance(error, Unreachable) and not cancelled:
@@ -276,7 +276,7 @@ class JobStages:
         if cancelled:
             self._end(job, "cancelled", remember=True)
             return 0.0
-        # The trace goes to the log and not into the job, which any client may read.
+        # The traceback goes to the log, not into the job, which any client can read.
         log.error("a job failed", exc_info=error, extra={"fields": {"job": job.id}})
         failure = Failure(type=type(error).__name__, message=str(error))
         self._end(job, "failed", remember=True, failure=failure)

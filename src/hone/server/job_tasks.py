@@ -3,9 +3,9 @@
 In:   the body of a request; the model it trains, and its step
 Out:  the request without its groups; the job as the queue stores it, resolved and compressed
 
-The tasks of one request share what the first of them parsed: in a thread of the server, or in a
-worker process if the body is large. There the groups never come back to the server's process as
-objects, only as the bytes that are stored.
+The tasks of one request share the parsed body, in a thread of the server or, if the body is large,
+in a worker process. From a worker, the groups return to the server only as the bytes to store, never
+as objects.
 """
 
 import hashlib
@@ -52,21 +52,21 @@ class Head:
     groups: int
     trajectories: int
     sha256: str
-    """Of the whole request, without its idempotency key."""
+    """Hash of the whole request, without its idempotency key."""
 
 
 _in_worker = Parsed()
 
 
 def call(parsed: Parsed | None, task: Callable[..., Any], *args: Any) -> Any:
-    """Run a task; None: on what this process, a worker, parsed last."""
+    """Run a task on a parsed body; None is the body that this worker process parsed last."""
     return task(parsed or _in_worker, *args)
 
 
 def read(
     parsed: Parsed, kind: type[JobRequest | TrainRequest | LogRequest], body: bytes
 ) -> Head | Invalid:
-    """Parse and validate a body; errors are worded as FastAPI's."""
+    """Parse and validate a body; errors have FastAPI's wording."""
     try:
         parsed.request = request = kind.model_validate(json.loads(body))
     except ValidationError as error:

@@ -3,9 +3,9 @@
 In:   a base model that is about to be trained
 Out:  a loaded LearnerProcess
 
-A learner takes seconds to load, so it is launched when its model is prepared, beside the engine and
-at a low priority. It is kept between jobs. A learner that dies without a job is replaced at once;
-one that has had no job for long is closed.
+A learner takes seconds to load, so it is launched when its model is prepared, in parallel with the
+engine and at a low priority. It is kept between jobs. A learner that dies while it has no job is
+replaced at once; one that has been idle for long is closed.
 """
 
 import asyncio
@@ -27,13 +27,14 @@ from hone.server.tokenizer import BaseTokenizer
 PATIENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 """Idle threads of the learner must not spin: they would slow down the engine."""
 AHEAD_SHARE = 8
-"""A learner is launched ahead of its first job if its weights take less than 1 / this of the free
-memory: the engine, which may load at the same time, takes two to three times as much."""
+"""A learner is launched before its first job only if its weights need less than 1 / AHEAD_SHARE of
+the free memory: the engine, which may load at the same time, needs two to three times as much."""
 
 StartLearner = Callable[..., LearnerProcess]
 """LearnerProcess.launch, or a replacement in tests."""
 REPLACED = 3
-"""Learners in a row that died without a job and are replaced; then the next job launches one."""
+"""How many learners in a row may die without a job and be replaced at once; after that, the next job
+launches one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,7 @@ class _Slot:
     deaths: int = 0
     """Number of learners in a row that died without a job."""
     noted: LearnerProcess | None = None
-    """The learner whose notes are in the log."""
+    """The learner whose startup notes were logged."""
     gpu: "LearnerGpu | None" = None
     """Where it was launched."""
 
@@ -126,7 +127,7 @@ class Learners:
             if slot.learner is not None:
                 await asyncio.to_thread(slot.learner.close)
         ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
-        # They close what they have just launched.
+        # These tasks close what they have just launched.
         await asyncio.gather(*ahead, return_exceptions=True)
 
     def _slot(self, tokenizer: BaseTokenizer) -> _Slot:
@@ -162,7 +163,7 @@ class Learners:
                 slot.gpu = gpu
                 slot.used_at = time.monotonic()
                 self._watch(slot, learner, tokenizer)
-                if self._closed:  # which did not see it
+                if self._closed:  # `close` ran while it was launched
                     await asyncio.to_thread(slot.learner.close)
             return slot.learner
 
@@ -213,12 +214,12 @@ class Learners:
 
 @dataclass(frozen=True, slots=True)
 class LearnerGpu:
-    """The GPU of a learner, and its share of it."""
+    """A learner's GPU, and its share of that GPU's memory."""
 
     number: int | None = None
     """None: the learner runs on the CPU."""
     memory: int | None = None
-    """Bytes for its tensors where it shares the GPU with vLLM; None: by its default."""
+    """Bytes for its tensors if it shares the GPU with vLLM; None for the default."""
 
     @classmethod
     def of(cls, choice: EngineChoice, base_model: str) -> "LearnerGpu":

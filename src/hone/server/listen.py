@@ -3,9 +3,9 @@
 In:   an ASGI app and an address
 Out:  a bound socket; AppServer, which signals when it accepts; the URL of an app while it is served
 
-A server that runs out of file descriptors can neither accept nor open its own files. So the limit
-of the process is raised, connections beyond `max_connections` are closed as soon as they are
-accepted, and so is a connection whose request does not arrive completely.
+A server without free file descriptors can neither accept connections nor open its own files. So the
+process's limit is raised, connections beyond `max_connections` are closed as soon as they are
+accepted, and a connection whose request does not arrive completely is closed after a timeout.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from hone.logs import say
 from hone.server.settings import Settings
 
 GRACE_S = 5
-"""Seconds that requests have to end when the server stops; then they are cut off."""
+"""Seconds that running requests get to finish when the server stops."""
 BACKLOG = 2048
 RESERVED = 256
-"""File descriptors that connections leave to files, SQLite, engines and learners."""
+"""File descriptors reserved for files, SQLite, engines and learners."""
 
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
@@ -43,7 +43,7 @@ def raise_descriptor_limit() -> int:
     """Raise the limit of open files to the hard limit; returns the limit in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # macOS allows less than it says
+        with suppress(OSError, ValueError):  # macOS allows less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return 2**20 if soft == resource.RLIM_INFINITY else soft
@@ -56,9 +56,10 @@ def max_connections(descriptors: int, ports: int) -> int:
 
 
 def bind(host: str = "127.0.0.1", port: int = 0, *, option: str = "--port") -> socket.socket:
-    """A socket at that address; port 0 takes a free one. `option` is what the user would change."""
+    """A socket bound to that address; port 0 picks a free port. Errors name `option`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its protocol, or asyncio leaves Nagle on and every answer takes 40 ms longer.
+    # With the protocol set, or asyncio leaves Nagle's algorithm on and every answer takes 40 ms
+    # longer.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -77,7 +78,7 @@ def port_of(bound: socket.socket) -> int:
 
 
 class _Protocol(H11Protocol):
-    """Refuses connections that are too many, and closes one whose next request does not arrive.
+    """Refuses connections above the limit, and closes one whose next request does not arrive.
 
     uvicorn has a timeout only for connections on which nothing at all is sent after a response.
     """
@@ -108,12 +109,12 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Start the clock while headers are missing, or a body that nobody reads."""
+        """Start the timeout while headers are incomplete, or a body arrives that no one reads."""
         state = self.conn.their_state
         unread = state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
         if state is not h11.IDLE and not unread:
             self._unwatch()
-        elif self._overdue is None:  # more bytes of the same request do not start it again
+        elif self._overdue is None:  # more bytes of the same request do not restart it
             self._overdue = self.loop.call_later(self.settings.header_timeout_s, self._give_up)
 
     def _unwatch(self) -> None:

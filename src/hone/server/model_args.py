@@ -1,10 +1,10 @@
-"""A model as it is registered, and settings in the words of PEFT, Unsloth, vLLM and TRL.
+"""A registered model, and settings under the names of PEFT, Unsloth, vLLM and TRL.
 
 In:   ModelSpec; sections of keys: init_args, engine_args, peft_args, trainer_args
-Out:  fields of ModelSpec and of TrainConfig; names of keys that mean nothing here
+Out:  fields of ModelSpec and of TrainConfig; names of keys that have no effect
 
 Every key is honoured, refused, or named as not applicable. A key is refused if it would change the
-result and cannot be honoured: training as if it were not there would be worse than an error. Null
+result and cannot be honoured: ignoring it silently would be worse than an error. Null
 means absent, because ART's plugins send null for every section that their user left out.
 """
 
@@ -55,7 +55,7 @@ ADAMW = (
     *("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"),
     *("paged_adamw_8bit", "paged_adamw_32bit"),
 )
-"""TRL's names of AdamW; how its state is kept does not change what it does."""
+"""TRL's names for AdamW; they differ only in how the optimizer's state is stored."""
 
 TARGETS = "peft_args.target_modules"
 
@@ -97,7 +97,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_path": (),
 }
-"""Keys that would change the result, and the values that equal what hone does anyway."""
+"""Keys that would change the result, and the values that match what hone does anyway."""
 
 _MODELS = ("init_args.model_name", "engine_args.model")
 
@@ -201,10 +201,10 @@ def checked_spec(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpe
 
 
 def check_base_model(spec: ModelSpec) -> None:
-    """Refuse a model whose base weights are missing: a name keeps its base model. Blocking."""
+    """Refuse a model whose base weights are missing: its base cannot be changed later. Blocking."""
     try:
         check_exists(spec.base_model)
-    except (ModelNotFound, OSError, ValueError) as error:  # a name that no path can have
+    except (ModelNotFound, OSError, ValueError) as error:  # not a valid file name
         message = f"{error}\nNothing was registered; send the name of weights that this server has."
         raise Unprocessable([FieldError(("base_model",), message)]) from None
 
@@ -260,10 +260,10 @@ def train_config(
 
 
 def json_text(value: Any, path: Path, *, allow_nan: bool = False) -> str:
-    """A value as JSON that can be written to files and columns, and read again.
+    """A value as JSON text that files and database columns can store.
 
-    JSON can express what they cannot: half a surrogate pair, an infinite number, an integer of a
-    thousand digits.
+    Refuses what JSON can express but they cannot store: lone surrogates, infinite numbers, integers
+    with thousands of digits.
     """
     try:
         text = json.dumps(

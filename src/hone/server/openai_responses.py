@@ -3,8 +3,8 @@
 In:   requests of any client of that API, inside a rollout or outside
 Out:  responses and typed events; every call recorded
 
-A response is its recorded call: the id of one is the id of the other, so that a response can be
-retrieved and continued after a restart of the server, for as long as the call is kept.
+A response and its recorded call have the same id, so a response can be retrieved and continued
+after a restart of the server, as long as the call is kept.
 """
 
 import asyncio
@@ -59,13 +59,13 @@ def routes(state: State) -> APIRouter:
         return Response(write_json(page), media_type="application/json")
 
     async def delete(response_id: str) -> dict[str, Any]:
-        """Make a response impossible to retrieve or continue by its id; its call stays recorded."""
+        """Delete a response: it can no longer be retrieved or continued. Its call is kept."""
         call = await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
         await asyncio.to_thread(state.calls.drop_request_fields, call.id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(response_id: str) -> None:
-        """Refused: only responses in the background can be cancelled, and there are none."""
+        """Refused: only background responses can be cancelled, and this server has none."""
         await asyncio.to_thread(_stored, state.calls, response_id, "response_id")
         raise BadRequest(
             f"response {response_id!r} is finished; only a response in the background can be "
@@ -102,7 +102,7 @@ def routes(state: State) -> APIRouter:
 
 
 def _resume(calls: CallStore, request: ResponsesRequest, max_seq_length: int) -> ResponsesRequest:
-    """The request with the messages of the response and of the items that it names.
+    """The request, with the messages of the response and the items that it refers to.
 
     Raises BadRequest, before it builds them, where they are longer than any prompt can be: a
     request of a few bytes can name a long item a thousand times.
@@ -169,7 +169,7 @@ def _stored(calls: CallStore, response_id: str, param: str) -> RecordedCall:
 
 
 def _without_instructions(call: RecordedCall) -> list[dict[str, Any]]:
-    """The messages of a call. Instructions hold for one response, and are sent again if wanted."""
+    """The messages of a call without its instructions, which apply to one response only."""
     messages, fields = call.messages or [], call.request_fields or {}
     return messages if fields.get("instructions") is None else messages[1:]
 
@@ -179,7 +179,7 @@ def _input_items(call: RecordedCall, *, encrypted: bool = False) -> list[dict[st
 
 
 def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
-    """The page of items, oldest first, that a query asks for."""
+    """The requested page of items; `items` has the oldest first."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise BadRequest(f"order: expected 'asc' or 'desc', got {order[:80]!r}", param="order")
@@ -202,7 +202,7 @@ def _page(items: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
 
 
 def _asks_for_encrypted(request: Request) -> bool:
-    """Whether a query includes `encrypted_content`; all else that it can include, no item has."""
+    """Whether the query includes `encrypted_content`, the only optional field that items have."""
     query = request.query_params
     names = [*query.getlist("include"), *query.getlist("include[]")]
     try:
@@ -212,7 +212,7 @@ def _asks_for_encrypted(request: Request) -> bool:
 
 
 def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
-    """A stored response, as it was returned; log-probabilities are not recorded for it."""
+    """A stored response as it was returned, without log-probabilities."""
     fields = dict(call.request_fields or {})
     if fields.get("tools") is None:
         fields["tools"] = list(map(response_tool, call.tools or ()))

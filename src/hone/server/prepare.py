@@ -3,9 +3,9 @@
 In:   a request of any dialect, or a CompletionRequest, and its RequestContext
 Out:  the Generation, ready to run
 
-Refused here, before a token is sampled: prompts and answers that do not fit, tools that the template
-cannot show, constraints that do not compile. Only a request that passed takes an index in its
-rollout, so that the seeds of later ones do not depend on it.
+Refused here, before a token is sampled: prompts and answers that do not fit, tools that the
+template cannot render, constraints that do not compile. Only a request that passes gets an index in
+its rollout, so refused requests do not change the seeds of later ones.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
 async def count_prompt_tokens(
     context: RequestContext, request: ChatRequest, messages: HashedMessages
 ) -> int:
-    """The length of the prompt this request would have now, also where it does not fit."""
+    """The number of prompt tokens this request would have now, even if they do not fit."""
     _, _, prompt, _ = await _chat_prompt(context, request, messages, limit=sys.maxsize)
     return len(prompt.ids)
 
@@ -121,7 +121,7 @@ async def _chat_prompt(
         prompt = None if large else render(tokenizer, matched[0], limit, context.prompt_key)
         return tokenizer, choice, matched, prompt
 
-    # Another argument or another day may mean that a variant of the template is loaded.
+    # Other template arguments, or another date, may load another variant of the template.
     dated = context.run is not None and context.policy.base.template.renderer.prints_date
     if context.size == "small" and not (kwargs or dated) and context.history.is_loaded(calls):
         matched = match()
@@ -142,7 +142,7 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
     if isinstance(prompt, str):
         run = context.state.workers.run if context.size == "large" else asyncio.to_thread
         return await run(render, base, prompt, context.max_length, context.prompt_key)
-    base.check_ids(prompt, "prompt")  # the engine would fail once the call has begun
+    base.check_ids(prompt, "prompt")  # the engine would fail after the call has begun
     return NextPrompt(ids=prompt, outcome="first", reasons=())
 
 
@@ -152,7 +152,7 @@ async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -
 def _max_tokens(
     context: RequestContext, prompt: int, request: ChatRequest | CompletionRequest
 ) -> int:
-    """How many tokens may be sampled; BadRequest where prompt and answer cannot fit."""
+    """How many tokens may be sampled; BadRequest if prompt and answer do not fit."""
     limit, settings, requested = context.max_length, context.state.settings, request.limit
     if request.fitted and requested is not None:
         requested = min(requested, max(limit - prompt, 1))
@@ -173,9 +173,9 @@ async def _sampling(
 ) -> tuple[Sampling, int]:
     """The settings of a request, which the engine accepts, and its index in the rollout.
 
-    `param` is the key that the constraint came from. Inside a rollout the server's own seed is used,
-    or none where seeds do not repeat answers: vLLM draws for requests with a seed one by one, which
-    costs it a tenth of its speed.
+    `param` is the key that set the constraint. Inside a rollout the server's own seed is used, or
+    none if the engine's answers do not repeat with equal seeds: vLLM samples requests with a seed
+    one by one, which costs a tenth of its speed.
     """
     engine, rollout = context.policy.base.engine, context.scope.rollout
     temperature = request.sampling_temperature
@@ -211,9 +211,10 @@ async def _sampling(
 
 
 def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:
-    """ART's scripts train on choices and never request their log-probabilities.
+    """Whether to return log-probabilities, even if the request does not ask for them.
 
-    Inside a rollout only a request gets them: the rollout is trained by its id.
+    ART's scripts train on choices but never request log-probabilities. Inside a rollout they are
+    returned only on request, because the rollout is trained by its id.
     """
     if isinstance(request, CompletionRequest):
         return request.logprobs is not None

@@ -4,13 +4,13 @@ In:   the learner's Movement (as a mapping), the engine's probes before and afte
 Out:  Proof, or NotProved
 
 Learner and engine compute log-probabilities of the same tokens under the old and the new adapter.
-If the engine really changed, its movements lie on a line through the origin against the learner's.
-The slope is one where both compute exactly. In bfloat16 it is not: an engine that adds the adapter's
-product to a rounded output loses most of a small product, so that a first step moves it half as far
-as the learner or less. There the slope only has to be clearly above zero, and not far above one. A
-movement that is not clearly larger than the rounding proves nothing; then the hash decides, which
-the engine reads back from its own tensors, and the verdict says so. An engine that cannot show its
-tensors is proved by log-probabilities alone, or not at all; the verdict says which.
+If the engine really changed, its movements plotted against the learner's lie on a line through the
+origin. The slope is one if both compute exactly. In bfloat16 it is smaller: an engine that adds the
+adapter's product to a rounded output loses most of a small product, so a first step moves it half as
+far as the learner or less. There the slope only has to be clearly above zero and not far above one.
+A movement that is not clearly larger than the rounding error proves nothing; then the hash, which
+the engine computes from its own tensors, decides, and the verdict says so. An engine that cannot
+read its tensors is proved by log-probabilities alone, or not at all; the verdict says which.
 """
 
 import math
@@ -23,20 +23,21 @@ from hone.errors import NotProved
 from hone.inference.base import Probe
 
 SLOPE = (0.5, 1.5)
-"""Bounds of the slope, where nothing is rounded."""
+"""Bounds of the slope in float32."""
 ROUNDED_SLOPE = (0.1, 2.0)
 """Bounds of the slope in bfloat16."""
 ROUNDED = 1e-3
-"""From this noise of the logits on, learner or engine rounds; that of float32 is a hundredth of it."""
+"""Logit noise above which learner or engine must be rounding; float32 has a hundredth of it."""
 SIGMAS = 4.0
-"""A slope is clearly above or below a bound if it is so many standard errors away."""
+"""Number of standard errors by which a slope must exceed a bound to be clearly outside it."""
 OUTLIER = 3.0
-"""A movement counts up to so many times the median: one token must not decide."""
+"""Movements are capped at this multiple of the median, so that no single token decides."""
 MIN_NOISE = 1e-6
-"""Noise of a float32 logprob, even where both sides agree to the bit."""
+"""Smallest assumed noise of a float32 logprob, even if both sides agree bit for bit."""
 
 Verdict = Literal["proved", "unprovable by logprob", "proved by logprob alone", "unproved"]
-"""With the hash: by log-probability too, or not. Without it: by log-probability alone, or not at all."""
+"""The first two verdicts rest on the hash, with or without log-probabilities; the others have no
+hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     most = max(SIGMAS, OUTLIER * median(map(abs, ours))) if ours else SIGMAS
     pairs = [_bounded(a, b, most) for a, b in zip(ours, theirs, strict=True)]
     square = sum(x * x for x, _ in pairs)
-    # The part of the learner's movement that is certainly not its rounding.
+    # The part of the learner's movement that rounding cannot explain.
     real = max(0.0, 1 - len(tokens) / square) if square else 0.0
     unclear = Proof(
         "unproved" if after.sha256 is None else "unprovable by logprob", None, len(tokens)
@@ -79,7 +80,7 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     slope = sum(x * y for x, y in pairs) / square
     error, (lowest, highest) = 1 / math.sqrt(square), SLOPE
     if logit_noise > ROUNDED:
-        # From the residuals too: rounding is neither normal nor equal for all tokens.
+        # The residuals count too: rounding errors are neither normal nor equal for all tokens.
         spread = math.sqrt(sum((x * (y - slope * x)) ** 2 for x, y in pairs)) / square
         error, (lowest, highest) = max(error, spread), ROUNDED_SLOPE
     if slope + SIGMAS * error < lowest or slope - SIGMAS * error > highest:
@@ -95,7 +96,7 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
 
 
 def _bounded(ours: float, theirs: float, most: float) -> tuple[float, float]:
-    """A pair of movements, shrunk together: the weight of a token changes, not its slope."""
+    """A pair of movements scaled down together: the token's weight changes, not its slope."""
     shrink = min(1.0, most / abs(ours)) if ours else 1.0
     limit = OUTLIER * most
     return ours * shrink, max(-limit, min(theirs * shrink, limit))
@@ -107,7 +108,7 @@ def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
 
 
 def _logit_noise(known: Sequence[Mapping[str, Any]], before: Probe) -> float:
-    """By how much rounding moves a logit, from the disagreement about the old policy.
+    """How much rounding moves a logit, estimated from the disagreement about the old policy.
 
     A logit moves the logprob of a token of probability p by 1 - p: a token that is almost certain
     shows no noise, however coarse the arithmetic.
@@ -118,13 +119,13 @@ def _logit_noise(known: Sequence[Mapping[str, Any]], before: Probe) -> float:
     weight = sum(squares)
     if weight == 0:
         return 0.0
-    # Few uncertain tokens say little about the noise; the estimate is raised accordingly.
+    # With few uncertain tokens the estimate is unreliable, so it is raised.
     few = 1 + 4 * sum(d * d for d in squares) / weight**2
     return math.sqrt(few * seen / weight)
 
 
 def _noise_of(token: Mapping[str, Any], logit_noise: float) -> float:
-    """How far engine and learner may differ about the token's movement, by rounding alone."""
+    """How far engine and learner may differ in the token's movement because of rounding."""
     uncertain = math.hypot(_uncertainty(token["before"]), _uncertainty(token["after"]))
     return math.hypot(logit_noise * uncertain, math.sqrt(2) * MIN_NOISE)
 

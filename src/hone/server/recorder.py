@@ -1,10 +1,10 @@
-"""Record the calls of requests that end at about the same time together.
+"""Record the calls of requests that end at about the same time in one transaction.
 
 In:   requests whose answers are sampled
-Out:  their calls, committed; each request goes on when its own are
+Out:  their calls, committed; each request continues when its own calls are
 
-A thread and a transaction for each request cost more than its rows do. So one thread at a time
-records all requests that have ended, and those that end meanwhile are recorded next, together. If a
+A thread and a transaction per request would cost more than writing its rows. So one thread at a
+time records all requests that have ended, and those that end meanwhile form the next batch. If a
 transaction fails, its requests are recorded one by one, so that none fails because of another.
 """
 
@@ -25,7 +25,7 @@ class Unrecorded(Protocol):
     def make_calls(self) -> NewCalls: ...
 
     def committed(self, calls: Sequence[RecordedCall]) -> None:
-        """They are on record. Must not raise."""
+        """Called when the calls are committed. Must not raise."""
         ...
 
 
@@ -38,7 +38,7 @@ class Recorder:
         self._writing: asyncio.Task[None] | None = None
 
     async def record(self, request: Unrecorded) -> None:
-        """Returns when its calls are committed; they are even if the caller is cancelled."""
+        """Return when the calls are committed, which happens even if the caller is cancelled."""
         committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, committed))
         if self._writing is None:
@@ -56,7 +56,7 @@ class Recorder:
                 batch, self._waiting = self._waiting, []
                 errors = await asyncio.to_thread(self._record, [request for request, _ in batch])
                 for (_, committed), error in zip(batch, errors, strict=True):
-                    if committed.done():  # cancelled: its client has left
+                    if committed.done():  # cancelled: its client disconnected
                         continue
                     if error is None:
                         committed.set_result(None)

@@ -3,9 +3,9 @@
 In:   TrajectoryGroups: by tokens, by reference to recorded rollouts, or as messages and choices
 Out:  ResolvedGroups: the same groups as Calls, with counts; or Unprocessable
 
-Every wrong field of a job is reported here, all at once, each by its path. What cannot be trained
-on, without being wrong, is left out and counted by reason. Nothing is guessed: a call that this
-server did not record is accepted only where its tokens, its text and its log-probabilities agree.
+All invalid fields of a job are reported together, each with its path. What is valid but cannot be
+trained is left out and counted by reason. Nothing is guessed: a call that this server did not
+record is accepted only if its tokens, its text and its log-probabilities agree.
 
 The counts:
 
@@ -39,14 +39,14 @@ from hone.wire.errors import brief
 from hone.wire.rollout import ROLLOUT_ID
 
 MAX_ERRORS = 50
-"""Wrong fields named in one answer."""
+"""Maximum number of invalid fields listed in one error."""
 
 FORMS = ("calls", "rollout", "messages_and_choices", "additional_histories")
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGroups:
-    """What a job is made of."""
+    """The contents of a job."""
 
     groups: list[TrajectoryGroup]
     """Every trajectory carries calls, and at least one of them is trained."""
@@ -137,7 +137,7 @@ class _Resolver:
         )
 
     def _trajectory(self, trajectory: Trajectory, path: FieldPath) -> Trajectory | None:
-        """As calls; None where nothing of it can be trained."""
+        """The trajectory as calls; None if nothing of it can be trained."""
         forms = [name for name in FORMS if getattr(trajectory, name)]
         if {"messages_and_choices", "additional_histories"} <= set(forms):
             forms.remove("additional_histories")
@@ -165,7 +165,7 @@ class _Resolver:
             return None
         self._check_shaped(trajectory, sum(call.trained for call in calls), path)
         longest = max(len(c.prompt_ids) + len(c.completion_ids) for c in calls if c.trained)
-        # Counted here and left out by the learner, whose rule it is.
+        # Only counted here; the learner leaves it out.
         self._counts["dropped/too_long"] += longest > self._limit
         return Trajectory(
             calls=calls,
@@ -223,7 +223,7 @@ class _Resolver:
         return set(trajectory.trained_calls)
 
     def _recorded(self, one: RecordedCall, wanted: set[str], path: FieldPath) -> Call | None:
-        """One call of a rollout; other models' are context, and abandoned ones nothing at all."""
+        """One call of a rollout. Calls of other models are context; abandoned calls are dropped."""
         if one.abandoned:
             self._counts["dropped/abandoned"] += 1
             return None
@@ -265,7 +265,7 @@ class _Resolver:
     # ---- what would be wrong to train on ---------------------------------------------------------
 
     def _check_call(self, call: Call, path: FieldPath) -> None:
-        if not call.trained:  # context keeps its own vocabulary: it is never computed
+        if not call.trained:  # context may have another vocabulary: it is never computed
             return
         for field in ("prompt_ids", "completion_ids"):
             if wrong := first_outside(getattr(call, field), self._vocab):
@@ -312,16 +312,16 @@ class _Resolver:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without NaN and infinities, which JSON cannot carry on."""
+    """The values without NaN and infinities, which JSON cannot represent."""
     return {k: v for k, v in values.items() if not isinstance(v, float) or isfinite(v)}
 
 
 def count_turns(calls: Sequence[RecordedCall], trained: Collection[str]) -> Counter[str]:
     """Metrics `turns/...`: which prompts of trained calls continue sampled ids, and why others do not.
 
-    `calls` are in the order of their requests, `trained` has ids. A turn is one request; its n
-    choices share one prompt and count once. A turn that continues an answer which an earlier turn has
-    continued already is `forked`: both share the ids up to that answer.
+    `calls` are in request order; `trained` contains call ids. A turn is one request; its n choices
+    share one prompt and count once. A turn is `forked` if an earlier turn already continued the same
+    answer: both share the ids up to that answer.
     """
     by_id = {call.id: call for call in calls}
     continued: set[str] = set()

@@ -1,4 +1,4 @@
-"""Answer one request in any dialect, whole or streamed, for as long as its client is connected.
+"""Answer one request in any dialect, whole or streamed, while its client is connected.
 
 In:   an HTTP request, and the Dialect (wire/base.py) of its route
 Out:  the dialect's response or events; every choice recorded
@@ -7,8 +7,8 @@ One request: parse (wire/) -> admit -> resolve the model's name (serving.py) -> 
 (prepare.py) -> sample and record (generation.py) -> write (wire/). A client that disconnects
 cancels its request at any point.
 
-Nothing is sent before there is something to send: until the first event an error still becomes an
-HTTP status. After it, an error becomes an event, and the stream ends without its usual last event.
+The response starts with the first event, so an error before it still becomes an HTTP status. After
+it, an error becomes an event, and the stream ends without its usual last event.
 """
 
 import asyncio
@@ -52,18 +52,18 @@ from hone.wire.stream import write_event
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that buffers the stream would undo it
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
 ]
 
 IN_ROLLOUT = "/rollout/{rollout_id}"
-"""The API of a rollout: every route of a dialect exists there too."""
+"""Base path of a rollout's API; every dialect's routes also exist under it."""
 
 SMALL_BYTES = 8 * 2**10
-"""A body of at most this size is tokenized on the event loop, which takes a millisecond or two; to
-hand it to a thread costs a good part of that."""
+"""Bodies up to this size are tokenized on the event loop, which takes a millisecond or two; handing
+one to a thread costs a good part of that."""
 
 Resume = Callable[[Any], Any]
-"""Adds to a request the messages of an earlier one that it names. Blocking."""
+"""Adds the messages of an earlier request, if the request refers to one. Blocking."""
 
 
 def add_dialect(
@@ -134,7 +134,7 @@ async def _read_body(
 async def admitted(
     state: State, dialect: Dialect, model: str, scope: RolloutScope, *, size: Size
 ) -> AsyncIterator[RequestContext]:
-    """Count a request as being answered, and keep its model loaded, while the block runs."""
+    """Count a request as running and keep its model loaded, while the block runs."""
     serving = state.serving
     with (
         serving.admitted(),
@@ -202,7 +202,8 @@ async def _stream(
 
     try:
         await generation.run(send)
-        # Their log-probabilities were sent; a response that repeats them takes them from its writer.
+        # The log-probabilities were sent; a final response that repeats them gets them from its
+        # writer.
         last = writer.end(_finished(generation, None))
     except Exception as error:
         if not out.started:
@@ -265,7 +266,7 @@ class _LogprobWriter:
         return entries
 
     def _entries(self, ids: Sequence[int], logprobs: Sequence[float]) -> Logprobs:
-        """Hundreds for every answer, so without a call of Python for each."""
+        """The entries. There are hundreds per answer, so this makes no Python call per token."""
         texts = map(self._texts.__getitem__, ids)
         if not all(map(math.isfinite, logprobs)):
             logprobs = list(map(finite, logprobs))

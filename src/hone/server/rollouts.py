@@ -3,7 +3,7 @@
 In:   the id of a rollout or of a run
 Out:  GET /v1/rollouts/{id}; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
 
-A rollout without calls is an empty list and not an error: an agent may end without a model call.
+A rollout without calls gives an empty list, not an error: an agent may make no model call.
 """
 
 from contextlib import suppress
@@ -31,10 +31,10 @@ class RunInfo(RunSpec):
 
     open: bool
     calls: int
-    """How many calls of it are kept."""
+    """Number of recorded calls of the run."""
     unmarked: dict[str, int] = Field(default_factory=dict)
-    """Requests to the run's model, and to its base model, that named no rollout (and no function),
-    since this server started: agents of the run that cannot be seen, or somebody else."""
+    """Requests to the run's model and its base model, since this server started, that named no rollout
+    and no function. They come from agents of the run that hone cannot mark, or from other clients."""
 
 
 def routes(state: State) -> APIRouter:
@@ -45,18 +45,18 @@ def routes(state: State) -> APIRouter:
 
     @router.get("/v1/rollouts/{rollout_id}", response_model=RolloutCalls)
     def rollout(rollout_id: Annotated[RolloutId, Path()]) -> Response:
-        """Every call of a rollout, to the token."""
+        """Every call of a rollout, with its tokens."""
         calls = RolloutCalls(rollout=rollout_id, calls=state.calls.rollout(rollout_id))
         return Response(calls.model_dump_json(), media_type="application/json")
 
     @router.post("/v1/runs")
     def open_run(spec: RunSpec) -> RunInfo:
-        """Open a run, or go on with it; its calls are kept until it is closed."""
+        """Open a run, or reopen it; its calls are kept until it is closed."""
         if spec.model is not None:
             state.models.find(spec.model)
         for alias in spec.aliases:
             if (record := state.models.find_or_none(alias)) is not None:
-                raise Conflict(  # that model could not be reached in the run
+                raise Conflict(  # the alias would hide that model inside the run
                     f"alias {alias!r} is the name of the model {record.key} on this server; choose "
                     "another alias, or rename the model"
                 )
@@ -70,12 +70,12 @@ def routes(state: State) -> APIRouter:
 
     @router.get("/v1/runs/{run_id}")
     def run(run_id: Annotated[Name, Path()]) -> RunInfo:
-        """Whether a run is open, and how many calls of it are kept."""
+        """Whether a run is open, and how many calls it has."""
         return _run_info(state, run_id)
 
     @router.post("/v1/runs/{run_id}/close")
     def close_run(run_id: Annotated[Name, Path()]) -> RunInfo:
-        """Let go of a run's calls; those a job refers to are kept for it."""
+        """Close a run, so that its calls can be deleted; calls that a job refers to are kept."""
         state.calls.close_run(run_id)
         return _run_info(state, run_id)
 
@@ -85,7 +85,7 @@ def routes(state: State) -> APIRouter:
 def _run_info(state: State, run_id: str) -> RunInfo:
     spec, is_open, calls = state.calls.run(run_id)
     unmarked: dict[str, int] = {}
-    with suppress(NotFound, Conflict):  # its name may mean another model by now, or several
+    with suppress(NotFound, Conflict):  # by now its name may refer to another model, or to several
         record = state.models.find(spec.model or "")
         unmarked = state.calls.unmarked((str(record.key), record.spec.base_model))
     return RunInfo(**spec.model_dump(), open=is_open, calls=calls, unmarked=unmarked)

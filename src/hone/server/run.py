@@ -3,8 +3,8 @@
 In:   Settings
 Out:  two ports that answer; on SIGTERM or Ctrl-C a running job goes back to the queue
 
-Ports are bound before anything else, so that a port in use is an error at once. One server owns a
-root: a second one is refused, because two would take each other's jobs.
+Ports are bound first, so that a port in use fails immediately. A root belongs to one server: a
+second one is refused, because both would run the same jobs.
 """
 
 import asyncio
@@ -39,10 +39,11 @@ from hone.store.database import make_root
 from hone.types import SERVER_ADDRESS
 
 GC_THRESHOLD = 20_000
-"""New objects between two runs of the garbage collector. Every answer makes hundreds of them, and almost
-none is part of a cycle; with Python's 700 the collector takes 7% of the server's time."""
+"""Garbage collector threshold. Every answer creates hundreds of objects, and almost none is part of a
+cycle; with Python's default of 700, the collector takes 7% of the server's time."""
 TAKE_OVER_S = 60.0
-"""How long to wait for the server of an owner that was killed: it is putting its job back."""
+"""How long to wait for a server whose owner was killed; it is putting its job back into the
+queue."""
 
 
 def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
@@ -87,7 +88,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
 
 
 def _root_in_use(root: Path, *, owned: bool) -> str:
-    """The error where another server has the root; `owned`: this one was started by a client."""
+    """The error if another server uses the root; `owned`: this server was started by a client."""
     address = remedy = ""
     with suppress(OSError, ValueError, KeyError, TypeError):
         server = json.loads((root / SERVER_ADDRESS).read_text(encoding="utf-8"))
@@ -102,7 +103,7 @@ def _root_in_use(root: Path, *, owned: bool) -> str:
 
 def _is_orphan(owner: Path) -> bool:
     """Whether the server that uses the root belongs to a process that is gone."""
-    import psutil  # here: starting a server does not need it
+    import psutil  # imported here: starting a server does not need it
 
     try:
         pid = int(owner.read_text(encoding="utf-8"))
@@ -122,7 +123,7 @@ async def _serve(
 ) -> None:
     state = State(settings, around_open=without_gc_pauses)
     choice = state.serving.choice
-    if settings.engine == "vllm":  # what is missing is refused now rather than at first use
+    if settings.engine == "vllm":  # fail now, not at the first use, if something is missing
         say("engine", engine=choice.describe())
     apps = create_apps(state)
     sockets = [control, *([inference] if inference else [])]
@@ -131,7 +132,7 @@ async def _serve(
     closing: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        # Streams that wait for a job end at once: the server would wait for them.
+        # End streams that wait for a job: the server would wait for them.
         state.jobs.stop_waiting()
         closing.append(asyncio.create_task(state.service.close()))
         closing.append(asyncio.create_task(asyncio.to_thread(choice.close)))
@@ -159,17 +160,17 @@ async def _serve(
 
 
 def without_gc_pauses(open_engine: Callable[[str], Engine]) -> Callable[[str], Engine]:
-    """The same; the garbage collector never walks the objects that loading creates.
+    """`open_engine`, wrapped so that the garbage collector skips the objects that loading creates.
 
-    Torch and its like create a quarter of a million objects that live as long as the server. To walk
-    them takes 140 ms, in which no request is answered.
+    Torch and other libraries create a quarter of a million objects that live as long as the server.
+    Traversing them takes 140 ms, during which no request is answered.
     """
 
     def open_frozen(base_model: str) -> Engine:
-        gc.unfreeze()  # objects of an engine that was closed may go now
+        gc.unfreeze()  # objects of a closed engine can be freed now
         gc.collect()
         engine = open_engine(base_model)
-        gc.collect()  # else the garbage of now would be frozen too
+        gc.collect()  # otherwise existing garbage would be frozen too
         gc.freeze()
         return engine
 
@@ -218,9 +219,9 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
 
 
 def _announce(settings: Settings) -> None:
-    """Write where this server listens, for commands that find the root in use.
+    """Write where this server listens, for other commands that use the same root.
 
-    The process that started it gets the same as a line of JSON, so that it need not poll.
+    The process that started it reads the same information as a line of JSON, so it need not poll.
     """
     address = {
         "host": settings.host,

@@ -59,7 +59,7 @@ FAILPOINTS = (
 CLOSE_S = 20.0
 """Time for a job to end, or to return to the queue, when the server stops."""
 LOAD_S = 30.0
-"""Longest time for which a step that is synced waits, before it is saved, until it is loaded."""
+"""How long saving a synced step waits for the engine to load it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class _Loop:
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
     job: str | None = None
-    """The running one."""
+    """Id of the running job."""
     part: Part = field(default_factory=lambda: Part("training loop"))
 
 
@@ -98,7 +98,7 @@ class TrainingService:
         self._stages = JobStages(jobs, checkpoints, serving.choice, metrics)
         self._loops: dict[str, _Loop] = {}
         self._probing: dict[str, asyncio.Task[Probe]] = {}
-        """By job: what the engine computes with the step before, for the proof."""
+        """By job id: the engine's probe of the previous step, for the proof."""
         self._closing = False
 
     # ---- for the routes ---------------------------------------------------------------------
@@ -141,7 +141,7 @@ class TrainingService:
         await self._learners.close()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_S)
-            # Their jobs stay in the state `running`, and are recovered at the next start.
+            # Their jobs stay `running`, and are recovered at the next start.
             for task in late:
                 task.cancel()
 
@@ -239,7 +239,7 @@ class TrainingService:
     def _has_checkpoint(self, job: JobInfo) -> bool:
         try:
             return self._checkpoints.of_job(job.key, job.id) is not None
-        except StorageError:  # unknown just now: assume that there is one
+        except StorageError:  # unknown for now: assume that there is one
             return True
 
     async def _newest(self, record: ModelRecord) -> tuple[Checkpoint, BaseTokenizer]:
@@ -258,7 +258,7 @@ class TrainingService:
         """
         async with AsyncExitStack() as loading:
             card = await asyncio.to_thread(self._serving.choice.card, job.base_model)
-            if card is not None and card.sleeps:  # the learner has no room to load in before
+            if card is not None and card.sleeps:  # only then does the learner have memory to load
                 await loading.enter_async_context(self._serving_paused(job.base_model))
             try:
                 return await self._learn_with(loading, job, newest, base, record)
@@ -277,7 +277,7 @@ class TrainingService:
         async with self._learners.borrow(base) as learner:
             failpoint("job/before-learn")
             async with self._serving_paused(job.base_model) as held:
-                await loading.aclose()  # pauses are counted: this one goes on
+                await loading.aclose()  # pauses are counted: this one continues
                 try:
                     result = await asyncio.to_thread(
                         self._stages.learn,
@@ -293,7 +293,8 @@ class TrainingService:
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
                 return None, result
-            # While the step is saved: requests that wait for it wait for half of the proof only.
+            # While the step is saved: requests that wait for it then wait for only half of the
+            # proof.
             self._probe_before(job, base, record, newest, result["movement"])
             load = self._loading(record, asyncio.get_running_loop())
             saving = self._stages.save, learner, job, result, base, record, load
@@ -310,10 +311,10 @@ class TrainingService:
     def _loading(
         self, record: ModelRecord, loop: asyncio.AbstractEventLoop
     ) -> Callable[[Checkpoint], AbstractContextManager[None]]:
-        """What loads a step into its engine while a thread hashes and syncs its files.
+        """A function that loads a step into its engine while a thread hashes and syncs its files.
 
-        It only saves time: the step is published, and errors are raised, once it is on disk. An
-        engine that sleeps, hangs or is opened again loads it then.
+        This only saves time: the step is published, and errors are raised, once it is on disk. An
+        engine that is asleep, hangs or is reopened loads it then.
         """
 
         @contextmanager
@@ -347,7 +348,7 @@ class TrainingService:
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or job.id in self._jobs.cancelling:
-            raise Cancelled(f"job {job.id!r} was asked to stop; step {job.base_step} stays served")
+            raise Cancelled(f"job {job.id!r} was cancelled; step {job.base_step} stays served")
 
     def _probe_before(
         self,
@@ -357,14 +358,14 @@ class TrainingService:
         newest: Checkpoint,
         movement: Mapping[str, Any],
     ) -> None:
-        """Begin to compute what the engine says under the step before; does not wait."""
+        """Start the engine's probe of the previous step; does not wait for it."""
 
         async def probe() -> Probe:
             before = None if newest.step == 0 else await self._serving.publish(record, newest)
             return await base.engine.probe(movement["sequences"], before, with_hash=False)
 
         self._probing[job.id] = task = asyncio.create_task(probe())
-        # If the job fails first, nobody asks for the task's error.
+        # If the job fails first, the task's error is never read.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _prove(

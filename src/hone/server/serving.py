@@ -3,9 +3,9 @@
 In:   registered models, checkpoints, the names clients ask for
 Out:  Policies: a base model's engine, and the adapter of one step in it
 
-Nothing is loaded before it is needed, and nothing twice. NAME means a step from when it is promoted,
-not from when it is loaded: in between the engine must prove that it serves it. Adapters in use, the
-newest ones, and those still to be proved are never unloaded.
+Nothing is loaded before it is needed, and nothing is loaded twice. NAME refers to a step once it is
+promoted, not once it is loaded: in between, the engine must prove that it serves the step. Adapters
+in use, the newest ones, and those not yet proved are never unloaded.
 """
 
 import asyncio
@@ -66,11 +66,11 @@ class ServedName:
 
 
 project: ContextVar[str | None] = ContextVar("hone_project", default=None)
-"""The project whose models a request means by their names alone: that of its /project/NAME/v1."""
+"""The project in which the request's model names are looked up: the one of its /project/NAME/v1."""
 
 
 class Serving:
-    """The engines, and what a model name means in a request."""
+    """The engines, and the policy behind each model name."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class Serving:
         self._models = models
         self._checkpoints = checkpoints
         self._settings = settings
-        # To an engine of the caller's own, vLLM's arguments do not apply.
+        # vLLM's arguments do not apply to an engine that the caller provides.
         own = {"engine": "embedded", "engine_url": None} if open_engine else {}
         self.choice = EngineChoice(settings.model_copy(update=own), models)
         open_engine = around_open(open_engine or self.choice.open)
         self.engines = Engines(settings, open_engine)
         self._logged: set[tuple[str, str]] = set()
-        """Runs and base models for which the log says what the base model's name means."""
+        """Runs and base models for which the meaning of the base model's name was logged."""
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -106,12 +106,12 @@ class Serving:
         step: int | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Policy]:
-        """What answers to a name; its engine stays open, and its adapter loaded, in the block.
+        """The policy behind a name; its engine stays open and its adapter loaded in the block.
 
         NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name. Inside a run,
-        the name of its model's base and its aliases mean that model's newest step. `step` stands in
-        for the newest step of the run's model; names with a step of their own keep it. `aliases` are
-        those of the rollout.
+        the base model's name and the aliases refer to the newest step of the run's model. `step`
+        replaces that newest step; names that contain a step keep theirs. `aliases` are those of the
+        rollout.
         """
         target = (aliases or {}).get(name.removesuffix("@latest"), name)
         stem, suffix = _split(target)
@@ -134,12 +134,12 @@ class Serving:
                 yield Policy(base, record, at or 0, adapter, name)
 
     async def resolve(self, name: str, **more: Any) -> Policy:
-        """What answers to a name, as `using` reads it; loads it."""
+        """The policy behind a name, resolved as in `using`; loads it."""
         async with self.using(name, **more) as policy:
             return policy
 
     async def tokenizer(self, name: str) -> BaseTokenizer:
-        """The tokenizer and chat template behind a name, as `resolve` reads it; loads no weights."""
+        """The tokenizer and chat template behind a name, as in `using`; loads no weights."""
         base_name, record, _ = await asyncio.to_thread(self._look_up, name, None, None)
         base = await self.engines.tokenizer(base_name)
         return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
@@ -190,7 +190,7 @@ class Serving:
             return False
         try:
             return base_model in self.engines or bool(find(base_model, download=False))
-        except (ModelNotFound, OSError, ValueError):  # a name no path can have is not found either
+        except (ModelNotFound, OSError, ValueError):  # not a valid file name, so not found
             return False
 
     async def _load_newest(self, record: ModelRecord, base: Base) -> None:
@@ -215,7 +215,7 @@ class Serving:
     # ---- steps ------------------------------------------------------------------------------
 
     async def publish(self, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
-        """Load a step into its engine. It becomes what NAME means only by `promote`."""
+        """Load a step into its engine. NAME refers to it only after `promote`."""
         base = await self.engines.base(record.spec.base_model)
         base.adapters.unproved.add(checkpoint.sha256)
         return await self._load(base, record, checkpoint)
@@ -227,7 +227,7 @@ class Serving:
         return adapter
 
     def promote(self, record: ModelRecord, adapter: AdapterRef | None, step: int) -> None:
-        """From now on NAME means this step."""
+        """Make NAME refer to this step."""
         base = self.engines.loaded().get(record.spec.base_model)
         if base is not None and (adapter is None or adapter in base.adapters):
             base.adapters.promote(record.key, adapter, step)
@@ -236,12 +236,12 @@ class Serving:
             base.adapters.newest.pop(record.key, None)
 
     def rename(self, key: ModelKey, new: ModelKey) -> None:
-        """The loaded steps of a model belong to another name; the old one may be registered anew."""
+        """Move the loaded steps of a model to another name; the old name becomes free."""
         for base in self.engines.loaded().values():
             base.adapters.rename(key, new)
 
     def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
-        """The step NAME means. Reads the disk if the model is not loaded."""
+        """The step that NAME refers to. Reads the disk if the model is not loaded."""
         base = self.engines.loaded().get(record.spec.base_model)
         if base is not None and record.key in base.adapters.newest:
             return base.adapters.newest[record.key]
@@ -264,7 +264,7 @@ class Serving:
         for alias in dict.fromkeys([*(() if run is None else run.aliases), *aliases]):
             try:
                 base, record, step = self._look_up(aliases.get(alias, alias), run, None)
-            except (NotFound, Conflict):  # of a request for this alias; other names are served
+            except (NotFound, Conflict):  # only this alias fails; other names are served
                 continue
             if record is not None and step is None:
                 step, _ = self.newest(record)
@@ -316,7 +316,7 @@ class Serving:
                 self._idle.set()
 
     def register(self, spec: ModelSpec) -> None:
-        """Check a model's engine_args; an engine with other ones is opened again. Blocking."""
+        """Check a model's engine_args; an engine with different ones is reopened. Blocking."""
         base_model = canonical(spec.base_model)
         spec = spec.model_copy(update={"base_model": base_model})
         if self.choice.register(spec, self.engines.in_use(base_model)):

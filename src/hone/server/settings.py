@@ -34,111 +34,114 @@ class Settings(Strict):
     root: Path = Path(".hone")
     """Directory for state, checkpoints and logs. Nothing outside it is written."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any but a loopback address needs a key."""
+    """Address to listen on. Any address other than a loopback address requires a key."""
     port: int = Field(default=7623, ge=0, le=65535)
-    """Port of the training API and the OpenAI API; 0 takes a free one."""
+    """Port of the training API and the inference APIs; 0 picks a free port."""
     inference_port: int | None = Field(default=8000, ge=0, le=65535)
-    """Port of the OpenAI API alone; 0 takes a free one, -1 opens none."""
+    """Port of the inference APIs only; 0 picks a free port, -1 opens none."""
     advertise_url: AdvertisedUrl | None = None
-    """Address under which agents on other machines or in containers reach the OpenAI API, such as
-    `http://gpu1:8000`. Runs hand it to the agents they start."""
+    """Address at which agents on other machines or in containers reach the inference APIs, such as
+    `http://gpu1:8000`. Runs pass it to the agents that they start."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """Inference engine: embedded computes in this process, vllm starts vLLM in a process of its own.
-    auto takes vllm if it is installed and the machine has a CUDA GPU, else embedded."""
+    """Inference engine: embedded runs in this process, vllm starts vLLM in a separate process. auto
+    uses vllm if it is installed and the machine has a CUDA GPU, otherwise embedded."""
     engine_python: Path | None = None
-    """Python interpreter with vLLM, for example of another virtual environment. By default the one
-    that runs this server."""
+    """Python interpreter of the environment in which vLLM is installed. By default the one that runs
+    this server."""
     engine_url: str | None = None
-    """Address of a vLLM server that runs already, instead of one of this server's own. It must see
-    this server's root under the same path. A publish is then proved by log-probabilities alone."""
+    """Address of a running vLLM server to use instead of starting one. It must see this server's root
+    under the same path. A publish is then proved by log-probabilities alone."""
     api_key: str | None = None
     """Key that clients must send as a bearer token. Without one, a server on a loopback address
     accepts every local client, and any other server generates a key and keeps it under the root."""
     trust_network: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Network whose clients reach the training API without a key (ART's clients send none).
-    The key they are given there opens the OpenAI API only, and they cannot register a path."""
+    """Network whose clients may use the training API without a key (ART's clients send none). The key
+    that they receive there is valid for the inference APIs only, and they cannot register a path."""
     allowed_hosts: tuple[str, ...] = ()
     """Host name under which clients may reach this server, besides localhost, the machine's host name
-    and, with a key, its addresses. `.example.com` allows every name that ends so, `*` any name."""
+    and, with a key, its addresses. `.example.com` allows every name with that suffix, `*` any
+    name."""
     allowed_origins: tuple[str, ...] = ()
     """Origin of web pages that may call this server (`https://chat.example.com`). Pages from other
-    sites are refused, with a key too."""
+    sites are refused, even with a key."""
     forwarded_allow_ips: tuple[IPv4Network | IPv6Network, ...] = ()
-    """Reverse proxy whose X-Forwarded-For and X-Forwarded-Proto are believed. None by default. A
+    """Reverse proxy whose X-Forwarded-For and X-Forwarded-Proto headers are trusted. None by default. A
     server without a key refuses every forwarded request."""
     allow_base_models: tuple[str, ...] | None = None
-    """Base model that clients of the inference port, or with the inference key, may ask for besides
-    registered models and their base models: a name, or a path; `*` allows every name on this machine,
-    but no path. By default every name without a key, and none with one."""
+    """Base model that clients of the inference port, or with the inference key, may request besides
+    registered models and their base models: a name or a path. `*` allows every name on this machine,
+    but no path. Default: every name if the server has no key, none if it has one."""
     serving_during_training: Literal["continue", "pause"] | None = None
-    """Whether requests wait while a job trains. By default they do where engine and learner share one
+    """Whether requests wait while a job trains. By default they wait if engine and learner share one
     GPU."""
     hold_s: float = Field(default=1200.0, gt=0)
-    """Seconds a request waits while serving is paused, or while its engine loads, before it gets 503."""
+    """Seconds that a request waits while serving is paused or its engine loads; then it gets
+    503."""
     pause_s: float = Field(default=600.0, gt=0)
-    """Seconds a job waits for running answers to end where serving pauses for it. Then serving goes
-    on, and the job tries again later."""
+    """Seconds that a job waits for running requests to end, if serving pauses for it. After that,
+    serving continues and the job tries again later."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
-    """Largest body of a request; a larger one gets 413 before it is read."""
+    """Maximum size of a request body; a larger one gets 413 before it is read."""
     max_small_body_bytes: int = Field(default=2**20, gt=0)
-    """Largest body of a request that holds no conversation, trajectory or prompt, such as one that
+    """Maximum size of a request body without a conversation, trajectory or prompt, such as one that
     registers a model; a larger one gets 413."""
     large_body_bytes: int = Field(default=64 * 2**10, gt=0)
-    """Size above which a body is parsed, validated and tokenized by a process beside the server's."""
+    """Size above which a body is parsed, validated and tokenized in a separate process."""
     body_processes: int = Field(default=2, gt=0)
-    """Number of processes that read large bodies; each is started when it is first needed."""
+    """Number of processes for large bodies; each starts when it is first needed."""
     max_bodies_bytes: int = Field(default=512 * 2**20, gt=0)
-    """Total size of the large bodies that are held at the same time; more get 429."""
+    """Maximum total size of large bodies in memory; requests above it get 429."""
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds for a body to arrive, plus one for every 64 KiB; a slower one gets 408."""
     header_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds for the headers of a request to arrive; then the connection is closed."""
     max_connections: int | None = Field(default=None, gt=0)
-    """Connections that are open at the same time on one port; more are refused. By default as many as
-    the limit of open files allows."""
+    """Maximum number of open connections per port; more are refused. By default as many as the limit of
+    open files allows."""
     max_concurrent: int = Field(default=1024, gt=0)
-    """OpenAI requests that are answered at the same time; more get 429."""
+    """Maximum number of inference requests at the same time; more get 429."""
     max_n: int = Field(default=128, gt=0)
-    """Largest `n` of a request."""
+    """Maximum `n` of a request."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of an answer if the request sets no limit. By default, what fits into the context."""
+    """Maximum tokens of an answer if the request sets no limit. By default, what fits the
+    context."""
     max_queued_jobs: int = Field(default=64, gt=0)
-    """Training jobs that may wait in the queue; more get 429."""
+    """Maximum number of queued training jobs; more get 429."""
     max_adapters: int = Field(default=8, gt=0)
-    """Adapters that one engine keeps loaded."""
+    """Maximum number of adapters that one engine keeps loaded."""
     max_seq_length: int = Field(default=8192, gt=1)
-    """Most tokens of a prompt and its answer together."""
+    """Maximum tokens of a prompt and its answer together."""
     keep_calls_s: float = Field(default=7 * 86400.0, gt=0)
-    """Seconds for which recorded calls are kept, and the groups of ended jobs. Calls of an open run or
-    of a job that has not ended are kept longer."""
+    """Seconds for which recorded calls and the groups of ended jobs are kept. Calls of an open run or of
+    a job that has not ended are kept longer."""
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
-    """Size of the recorded calls, and of the groups of ended jobs, beyond which the oldest are
-    deleted."""
+    """Total size of recorded calls and groups of ended jobs above which the oldest are deleted."""
     keep_events_s: float = Field(default=30 * 86400.0, gt=0)
     """Seconds for which the events of an ended job are kept; its last one is always kept."""
     keep_progress: int = Field(default=1000, gt=0)
-    """Progress events that are kept in memory; they are never written."""
+    """Number of progress events kept in memory; they are never written to disk."""
     keep_trajectories_bytes: int = Field(default=4 * 2**30, gt=0)
-    """Size of the trajectories that ART's clients log, of all models together, beyond which the oldest
-    files are deleted."""
+    """Total size of the trajectories that ART's clients log, above which the oldest files are
+    deleted."""
     idle_run_s: float = Field(default=7 * 86400.0, gt=0)
-    """Seconds after which a run that made no call is closed, so that its calls can be deleted. A client
-    that comes back opens it again."""
+    """Seconds after which a run without new calls is closed, so that its calls can be deleted. A client
+    that comes back reopens it."""
     idle_engine_s: float = Field(default=6 * 3600.0, gt=0)
     """Seconds after which an engine without requests is closed; the next request loads it again."""
     idle_learner_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a learner without jobs is closed; the next job starts another."""
     learner_threads: int | None = Field(default=None, gt=0)
-    """Threads of a learner; by default one for each core that the server
-    may run on. A model's learner is a process with weights of its own. It starts when the model is
-    prepared for training (the SDK's `register`, `hone finetune`), never for serving alone; on a GPU,
-    and where its weights need an eighth of the free memory or more, it starts with the first job."""
+    """Threads per learner; by default one for each core that the server may use. A learner is a separate
+    process with its own weights. It starts when a model is prepared for training (the SDK's
+    `register`, `hone finetune`), never for serving only. On a GPU, or if its weights need an eighth
+    or more of the free memory, it starts with the first job."""
     device: str | None = None
-    """Device for engine and learner, for example `cpu` or `cuda:1`. By default CUDA if there is any."""
+    """Device for engine and learner, for example `cpu` or `cuda:1`. By default CUDA if
+    available."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is logged."""
+    """Minimum level to log."""
     log_format: Literal["text", "json"] = "text"
-    """Format of a line of the log."""
+    """Format of log lines."""
 
     log_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Size at which server.log is rotated to server.log.1."""

@@ -1,9 +1,9 @@
-"""Everything one server holds: settings, stores, serving, training; opened, run and closed together.
+"""The state of one server: settings, stores, serving, training; opened, run and closed together.
 
 In:   Settings
 Out:  State, which the routes work on
 
-Opening loads no model. Closing goes in reverse: jobs first, then requests in flight, then engines.
+Opening loads no model. Closing goes in reverse order: jobs, then running requests, then engines.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from hone.tally import cancel_all
 PRUNE_S = 600.0
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""
 LOG_S = 10.0
-"""How often the engines' statistics are written to engine.log, if they changed, and the size of the
-server's own output is checked."""
+"""Seconds between two checks: of the engines' statistics, written to engine.log if they changed, and
+of the size of server.out."""
 DRAIN_S = 5.0
-"""Seconds that requests cut off by a stop have to be recorded."""
+"""Seconds for recording requests that were cut off when the server stops."""
 
 
 class State:
-    """Everything one server holds. Opens or makes what is under `settings.root`; loads no model."""
+    """The state of one server. Opens or creates the files under `settings.root`; loads no model."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class State:
         )
         self.renames = Renames(self.store, self.models, self.jobs, self.calls, self.checkpoints)
         self.renames.finish()
-        # No project can have a name that begins with a dot.
+        # Project names cannot begin with a dot.
         self.workers = WorkerPool(settings.body_processes, directory=settings.root / ".bodies")
         """Processes that read large request bodies."""
         self.bodies = BodyBudget(settings.max_bodies_bytes)

@@ -1,7 +1,7 @@
-"""Read a body with trajectories, check its training job, and put it into the queue.
+"""Read a body with trajectories, check the training job, and queue it.
 
 In:   the body of a request, hone's or ART's
-Out:  the JobInfo of an accepted job, on disk; or the error that says why it is refused
+Out:  the JobInfo of an accepted job, which is on disk; or the error that says why it is refused
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def reading(
 
 
 async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> JobInfo:
-    """Accept a job, or return the one that this idempotency key and request created before.
+    """Queue a job, or return the one that this idempotency key and request created before.
 
     `request` has no groups: `run` knows them.
     """

@@ -4,7 +4,7 @@ In:   failures and recoveries of a part
 Out:  a Part: its status, and how long to wait before the next attempt
 
 A failure is logged with its traceback, once, where it is reported. The time between attempts
-doubles up to LONGEST_S, so that a part that cannot work costs nothing; a success resets it.
+doubles up to LONGEST_S, so that a part that keeps failing costs little; a success resets it.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
-"""Time between two attempts: at first, and at most."""
+"""Time between two attempts: initial and maximum."""
 
 
 def backoff_s(failures: int) -> float:
-    """How long to wait after so many consecutive failures."""
+    """How long to wait after this many consecutive failures."""
     return retries.backoff_s(failures, FIRST_S, LONGEST_S)
 
 
@@ -34,7 +34,7 @@ class Part:
 
     name: str
     failures: int = 0
-    """Consecutive ones."""
+    """Number of consecutive failures."""
     reason: str | None = None
     """Why it does not work; None while it does."""
 
@@ -44,7 +44,7 @@ class Part:
         self.reason = f"{type(error).__name__}: {error}"
         delay_s = backoff_s(self.failures)
         fields = {"part": self.name, "failures": self.failures, "next_attempt_s": delay_s}
-        # A full disk says all there is to know; a traceback at every attempt would fill another.
+        # A full disk needs no traceback; one at every attempt would only fill the disk further.
         trace = None if isinstance(error, Unavailable) else error
         fields |= {} if trace else {"reason": self.reason}
         log.error("a part of the server failed", exc_info=trace, extra={"fields": fields})
@@ -60,7 +60,7 @@ class Part:
 
 
 async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: float) -> None:
-    """Do some work now and at every interval; a failure is retried and never ends the loop."""
+    """Run `work` now and at every interval; a failure is retried and never ends the loop."""
     while True:
         delay_s = interval_s
         try:
@@ -74,7 +74,7 @@ async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: 
 def shared_task(
     under_way: dict[str, asyncio.Task[T]], key: str, make: Callable[[], Coroutine[Any, Any, T]]
 ) -> asyncio.Task[T]:
-    """The task that makes it, one for all who ask; forgotten if it failed."""
+    """One task per key, shared by all callers; after a failure, the next call starts a new one."""
 
     def forget(task: asyncio.Task[T]) -> None:
         if task.cancelled() or task.exception() is not None:

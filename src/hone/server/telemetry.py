@@ -4,8 +4,7 @@ In:   requests, jobs and publishes as they happen
 Out:  GET /metrics; ROOT/logs/server.log and stderr; the output of the learner and the engines in
       ROOT/logs/PART.log
 
-The registry belongs to one server and not to the process, so that two servers in one test do
-not add up.
+Each server has its own registry, so that the counts of two servers in one process do not mix.
 """
 
 import json
@@ -28,7 +27,7 @@ from hone.server.settings import Settings
 from hone.types import SERVER_OUTPUT
 
 MAX_REASON = 1000
-"""Characters of a refusal that are logged."""
+"""Maximum number of characters of a refusal's message that are logged."""
 
 
 class Metrics:
@@ -112,10 +111,11 @@ class _Line(_Output):
 
 
 class _LogFile(RotatingFileHandler):
-    """A log of bounded size. Lines that do not fit on the disk are lost, without a traceback."""
+    """A log of bounded size. Lines that do not fit on the disk are dropped without a traceback."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        # That of RotatingFileHandler formats every line twice, and asks whether its file is one.
+        # RotatingFileHandler's own emit formats every line twice and checks the file type each
+        # time.
         try:
             line = self.format(record) + self.terminator
             if self.stream is None:
@@ -134,7 +134,7 @@ class _LogFile(RotatingFileHandler):
 
 
 def start_logging(settings: Settings) -> None:
-    """Write to the server's log file, and to stderr what is at least a warning."""
+    """Log to the server's log file, and warnings and errors also to stderr."""
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     stop_logging()
     log.setLevel(settings.log_level.upper())
@@ -155,10 +155,10 @@ def start_logging(settings: Settings) -> None:
 
 
 def rotate_output(settings: Settings) -> None:
-    """Limit server.out like the other logs: what a server prints if a client started it.
+    """Limit the size of server.out, the output of a server that a client started.
 
-    The file is copied and truncated, because processes have it open to append to it. As in the other
-    logs, what does not fit on the disk is lost.
+    The file is copied and truncated, because other processes have it open for appending. As in the
+    other logs, lines that do not fit on the disk are dropped.
     """
     path = settings.root / SERVER_OUTPUT
     with suppress(OSError):

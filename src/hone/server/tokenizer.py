@@ -3,9 +3,10 @@
 In:   the name of a base model
 Out:  BaseTokenizer, with the fingerprint that recorded calls carry
 
-The fingerprint has one part each for weights, tokenizer, template, its arguments and the date it
-prints. A call under another of the first three is never continued and never trained on: its ids
-would mean something else. Arguments and date may differ between requests.
+The fingerprint has one part each for the weights, the tokenizer, the template, its arguments and
+the date it prints. A call with different weights, tokenizer or template is never continued and
+never trained, because its ids would mean something else. Arguments and date may differ between
+requests.
 
 Hashing the weights reads every byte of them, so the hash is cached under the root with size and
 time of each file, and computed again when one changes.
@@ -32,9 +33,9 @@ from hone.store.checkpoints import Checkpoint
 from hone.wire.errors import brief
 
 PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")
-"""Parts of a fingerprint, in this order."""
+"""Parts of a fingerprint, in order."""
 FIXED = frozenset(PARTS[:3])
-"""The parts that the meaning of ids depends on; a mismatch is refused."""
+"""The parts that determine the meaning of ids; a mismatch is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +47,11 @@ class BaseTokenizer:
     template: ChatTemplate
     weights_sha256: str
     max_positions: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum tokens of a prompt and its answer together."""
 
     @classmethod
     def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "BaseTokenizer":
-        """Find the model (downloading it if need be) and read its tokenizer. Blocking."""
+        """Find the model, download it if necessary, and read its tokenizer. Blocking."""
         files = find(base_model)
         template = _read_template(files, base_model, today)
         positions = files.text_config.get("max_position_embeddings")
@@ -66,7 +67,7 @@ class BaseTokenizer:
         return f"{self.weights_sha256[:32]}-{self.template.fingerprint}"
 
     def with_kwargs(self, kwargs: dict[str, Any], day: date | None = None) -> "BaseTokenizer":
-        """This tokenizer with arguments for its template, printing another day."""
+        """This tokenizer with other template arguments and another date."""
         template = self.template.with_kwargs(kwargs, day)
         if template is self.template:
             return self
@@ -75,7 +76,8 @@ class BaseTokenizer:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        files = ModelFiles(self.files.name, self.files.path, self.files.source)  # nothing it read
+        # Only the paths: the worker process reads the files itself.
+        files = ModelFiles(self.files.name, self.files.path, self.files.source)
         return _load_again, (
             self.fingerprint,
             files,
@@ -98,7 +100,7 @@ class BaseTokenizer:
             )
 
     def check_made_for(self, checkpoint: Checkpoint) -> None:
-        """Refuse a step that was trained over other files than this model has now."""
+        """Refuse a step that was trained on other files than the model has now."""
         trained = checkpoint.manifest.get("fingerprint", self.fingerprint)
         other = [part for part in differing(trained, self.fingerprint) if part in FIXED]
         if other:
@@ -152,7 +154,7 @@ def _weights_sha256(files: ModelFiles, root: Path) -> str:
         if cached["files"] == current:
             return cached["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent or half written: the weights themselves are read
+        pass  # missing or incomplete: hash the weights again
     sha256 = files.weights_sha256
     write_atomic(cache, json.dumps({"path": str(files.path), "files": current, "sha256": sha256}))
     return sha256

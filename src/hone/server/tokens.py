@@ -3,8 +3,8 @@
 In:   a job, its resolved groups, and the learner's logprobs if they were saved
 Out:  TokenPages: every token of every call with its text, kind, logprobs and advantage
 
-Advantages are computed by the learner's own function from what is stored with the job, so that a
-page shows what is really trained.
+The learner's own function computes the advantages from the stored job, so a page shows what is
+really trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class TokenInfo(Strict):
     """Index in the call: prompt first, then completion."""
     id: int
     text: str
-    """Its text; a part of a character is shown as U+FFFD."""
+    """Its text; an incomplete character is shown as U+FFFD."""
     kind: Literal["prompt", "sampled", "forced"]
     logprob: float | None = None
     """The sampler's logprob, temperature-scaled."""
@@ -56,11 +56,11 @@ def token_page(
     offset: int,
     limit: int,
 ) -> str:
-    """`limit` tokens from the `offset`-th on: a TokenPage as JSON.
+    """A TokenPage as JSON: `limit` tokens, starting at `offset`.
 
     `packed` are the job's groups, `picture_dir` is where learner/picture.py saved its logprobs.
     """
-    import numpy as np  # here, with what loads it: the server starts without it
+    import numpy as np  # imported here: the server starts without numpy
 
     from hone.learner.picture import LOGPROBS
 

@@ -3,8 +3,8 @@
 In:   HTTP requests under /v1/training
 Out:  ModelInfo, JobInfo, CheckpointInfo, events, tokens; jobs in the queue
 
-Everything is checked before a job is accepted: a refusal names the path of the field, and an
-accepted job survives a crash of the server.
+Everything is checked before a job is accepted: an error names the path of the field. An accepted
+job survives a crash of the server.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ from hone.types import (
 )
 
 MAX_PAGE = 5000
-"""Largest number of tokens on one page."""
+"""Maximum number of tokens on one page."""
 
 Step = Annotated[int, Field(ge=0, lt=2**31)]
 
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""The second keeps nginx from buffering events."""
+"""X-Accel-Buffering keeps nginx from buffering events."""
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]+)?")
 
 
@@ -57,7 +57,7 @@ class MetricsRequest(Strict):
 
     split: Name = "val"
     step: Step | None = None
-    """None: the newest."""
+    """The step; None for the newest."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
     """`val/reward` decides which step is the best."""
     replace: bool = False
@@ -65,10 +65,10 @@ class MetricsRequest(Strict):
 
 
 class RenameRequest(Strict):
-    """Another name for a model."""
+    """A new name for a model."""
 
     to: Name
-    """In the same project; neither registered nor a base model in use."""
+    """A name in the same project that is neither registered nor a base model in use."""
 
 
 def routes(state: State) -> APIRouter:
@@ -83,13 +83,13 @@ def routes(state: State) -> APIRouter:
 # ---- models -----------------------------------------------------------------------------------
 
 
-# Routes that are no coroutines run in a thread: they read the database and the disk.
+# Routes that are not coroutines run in a thread, because they read the database and the disk.
 
 
 def _model_routes(state: State, router: APIRouter) -> None:
     @router.post("/models", status_code=201, responses={200: {"model": ModelInfo}})
     def register(spec: ModelSpec, request: Request, response: Response) -> ModelInfo:
-        """Register a model over a base model that can be found; 200 if it is known. Loads nothing."""
+        """Register a model; its base model must exist. 200 if registered already. Loads nothing."""
         record, is_new = registered(state, spec)
         if is_new:
             say("model registered", model=str(record.key), base_model=spec.base_model)
@@ -109,14 +109,14 @@ def _model_routes(state: State, router: APIRouter) -> None:
 
     @router.post("/models/{project}/{name}/prepare")
     async def prepare(project: Name, name: Name, request: Request) -> ModelInfo:
-        """Load its engine, write step 0 if there is none, serve the newest, start its learner."""
+        """Load the engine, write step 0 if there is none, serve the newest, start the learner."""
         record = await asyncio.to_thread(state.models.get, ModelKey(project, name))
         await state.service.prepare(record)
         return await asyncio.to_thread(_info, state, record, request)
 
     @router.post("/models/{project}/{name}/rename")
     def rename_model(project: Name, name: Name, body: RenameRequest, request: Request) -> ModelInfo:
-        """Give it another name, with its steps, history, jobs and runs; the old one is free then."""
+        """Rename a model, with its steps, history, jobs and runs; the old name becomes free."""
         key, new = ModelKey(project, name), ModelKey(project, body.to)
         if state.renames.rename(key, new):
             state.serving.rename(key, new)
@@ -124,7 +124,7 @@ def _model_routes(state: State, router: APIRouter) -> None:
 
     @router.post("/models/{project}/{name}/metrics")
     def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
-        """Log what a client measured of a step; `val/reward` decides which one is the best."""
+        """Log a client's metrics of a step; `val/reward` decides which step is the best."""
         record = state.models.get(ModelKey(project, name))
         step = state.serving.newest(record)[0] if body.step is None else body.step
         state.checkpoints.log(record.key, step, body.metrics, body.split, replace=body.replace)
@@ -169,11 +169,11 @@ def inference_url(
 ) -> str:
     """The address of the OpenAI API, with the host name that the caller used.
 
-    `project`: the address at which a model's name means the one of this project.
+    With `project`, the address under which model names refer to models of that project.
     """
     match = _HOST.fullmatch(host)
     name = match[1] if match else settings.host
-    if name in ("0.0.0.0", "[::]", "::"):  # an address to listen on, not to connect to
+    if name in ("0.0.0.0", "[::]", "::"):  # clients cannot connect to a wildcard address
         name = "127.0.0.1"
     path = "/v1" if project is None else f"/project/{project}/v1"
     return f"{scheme}://{name}:{settings.inference_port or settings.port}{path}"
@@ -189,7 +189,7 @@ def _job_routes(state: State, router: APIRouter) -> None:
         return Response(info.model_dump_json(), 202, media_type="application/json")
 
     async def post_job(request: JobRequest) -> JobInfo:
-        """Queue a training job; it is on disk when this is answered."""
+        """Queue a training job. The job is on disk when the response is sent."""
         raise NotImplementedError  # `answer` does it
 
     raw = raw_body_route(answer)
@@ -222,7 +222,7 @@ def _job_routes(state: State, router: APIRouter) -> None:
 
         The Last-Event-ID header, which browsers send, comes before `after`.
         """
-        state.jobs.get(job_id)  # a 404 must come before the stream opens
+        state.jobs.get(job_id)  # a 404 must be sent before the stream starts
         stream = sse(state.jobs.follow(job_id, after if last_event_id is None else last_event_id))
         return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)
 
@@ -232,7 +232,7 @@ def _job_routes(state: State, router: APIRouter) -> None:
         offset: Annotated[int, Query(ge=0, lt=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 500,
     ) -> Response:
-        """What a job is trained on, token by token."""
+        """The tokens that a job trains on."""
         job, packed, picture_dir = await asyncio.to_thread(_trained_on, state, job_id)
         tokenizer = await state.serving.engines.tokenizer(job.base_model)
         text = await state.workers.run(
@@ -293,7 +293,7 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
         keep_best: Annotated[str | None, Query(min_length=1, max_length=500)] = None,
         keep: Annotated[list[Step] | None, Query(max_length=1000)] = None,
     ) -> list[int]:
-        """Delete all steps but those named and the newest; returns the deleted ones."""
+        """Delete all steps except the selected ones and the newest; returns the deleted steps."""
         record = state.models.get(ModelKey(project, name))
         if keep_last is None and keep_best is None and keep is None:
             how = "keep_last=N, keep_best=val/reward or keep=STEP (several)"

@@ -3,13 +3,13 @@
 In:   a function of chat_tasks.py or job_tasks.py, and its arguments
 Out:  its return value, or the HoneError it raises
 
-Parsing JSON, validating it and tokenizing hold the interpreter's lock, so in a thread they would
-stop the event loop too. The processes start with the first large body, run tasks at a low priority,
-and end with the server, however that ends. One that dies is replaced; its request is answered with
-503. Bodies reach them as files, and what a killed server left of those is removed at the next start.
+Parsing JSON, validating it and tokenizing hold the GIL, so in a thread they would block the event
+loop too. The processes start with the first large body, run tasks at a low priority, and end with
+the server, even if it is killed. A process that dies is replaced; its request is answered with 503.
+Bodies reach them as files; files that a killed server left behind are removed at the next start.
 
 A `Worker` keeps state between two calls: a parsed body stays in its process, and only what the
-event loop needs comes back.
+server needs is returned.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 NICENESS = 10
 DEADLINE_S = 300.0
-"""A task that takes longer is stopped, and its process with it."""
+"""Timeout of a task; its process is then killed."""
 
 
 class WorkerPool:
@@ -48,7 +48,7 @@ class WorkerPool:
     def __init__(
         self, processes: int, *, directory: Path | None = None, deadline_s: float = DEADLINE_S
     ) -> None:
-        """`directory`: for bodies on their way, of this pool alone; emptied now."""
+        """`directory`: for bodies passed to workers; used by this pool only, and emptied now."""
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -86,14 +86,15 @@ class WorkerPool:
                 yield worker
             finally:
                 if worker.busy:
-                    # Its request was given up, or it died: the next request gets a new process.
+                    # The request was cancelled, or the process died: the next request gets a new
+                    # process.
                     worker.kill()
                     self._all.discard(worker)
                 else:
                     self._idle.append(worker)
 
     def close(self) -> None:
-        """Kill every process; what still runs raises."""
+        """Kill every process; running tasks raise."""
         self._closed = True
         for worker in self._all:
             worker.kill()
@@ -106,7 +107,7 @@ class Worker:
 
     def __init__(self, directory: Path | None, deadline_s: float) -> None:
         self.busy = False
-        """A task runs, or has not returned: it was given up, or the process died."""
+        """A task is running, or never returned because it was cancelled or the process died."""
         self._directory = directory
         self._deadline_s = deadline_s
         # Not forked: a fork of a process with threads and torch in it may deadlock.
@@ -133,7 +134,7 @@ class Worker:
                     f"reading this request took more than {self._deadline_s:g} s and was stopped; "
                     "send less at once"
                 ) from None
-            except HoneError:  # of the task, or of the body's file: no fault of the process
+            except HoneError:  # raised by the task or by reading the file
                 self.busy = False
                 raise
             except (BrokenProcessPool, OSError) as error:
@@ -156,8 +157,8 @@ class Worker:
     ) -> Future[Any]:
         """Blocking.
 
-        Bodies go through a file: to pickle one copies it several times with the interpreter's lock
-        held, and 64 MB stop the event loop for a tenth of a second.
+        Bodies go through a file: pickling copies a body several times while it holds the GIL, and
+        64 MB block the event loop for a tenth of a second.
         """
         bodies: list[pickle.PickleBuffer] = []
         wrapped = [pickle.PickleBuffer(arg) if isinstance(arg, bytes) else arg for arg in args]
@@ -173,7 +174,7 @@ class Worker:
 
 
 def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the server ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
