@@ -472,7 +472,9 @@ async def test_workers_die_with_their_server(model: Path, tmp_path: Path, logs: 
     assert process.log == logs / "vllm.log"
     arguments = [str(model), "--enforce-eager", "--max-model-len", "512", "--dtype", DTYPE]
     arguments += ["--enable-lora", *(["--gpu-memory-utilization", "0.2"] if ON_GPU else [])]
-    process.start(require_vllm(PYTHON), arguments)
+    stages: list[str] = []
+    process.start(require_vllm(PYTHON), arguments, tell=stages.append)
+    assert {"loads the weights", "has allocated its KV cache"} <= set(stages)
     pid = process.pid
     assert pid is not None and process.failure is None
     try:

@@ -340,16 +340,6 @@ def adapter(tiny_llama_dir: Path, tmp_path: Path) -> tuple[AdapterRef, Path]:
     return write_adapter(tmp_path / "a", Decoder.load(tiny_llama_dir), step=1), tmp_path / "a"
 
 
-@pytest.fixture
-def model(tiny_llama_dir: Path, tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for file in tiny_llama_dir.iterdir():
-        (directory / file.name).symlink_to(file)
-    (directory / "tokenizer.json").write_text("{}")
-    return directory
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closing_ends_requests_under_way(
     vllm: tuple[Standin, str], model: Path, tmp_path: Path, stream: bool

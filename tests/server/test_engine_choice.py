@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inference.conftest import write_vllm
 
 from hone.errors import ConfigError, EngineError
 from hone.server import engine_choice
@@ -15,30 +16,12 @@ from hone.server.settings import Settings
 from hone.server.state import State
 from hone.types import ModelSpec
 
-ARGS = """
-class EngineArgs:
-    model: str = ""
-    max_num_seqs: int = 1
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    max_lora_rank: int = 16
-    _private: int = 0
-
-class AsyncEngineArgs(EngineArgs):
-    enable_log_requests: bool = False
-"""
-
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An interpreter that finds a package called vllm, of which only the source is read."""
-    package = tmp_path / "packages"
-    (package / "vllm" / "engine").mkdir(parents=True)
+    package = write_vllm(tmp_path)
     (package / "vllm" / "__init__.py").write_text("raise ImportError('it must not be imported')")
-    (package / "vllm" / "engine" / "arg_utils.py").write_text(ARGS)
-    info = package / "vllm-0.30.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.1\n")
     monkeypatch.setenv("PYTHONPATH", str(package))
     link = tmp_path / "python"  # another path for every test: what it has is remembered
     link.symlink_to(sys.executable)

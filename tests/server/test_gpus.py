@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.inference.conftest import write_vllm
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
-from tests.server.test_engine_choice import ARGS
 
 from hone.errors import ConfigError, EngineError, ModelTooLarge
 from hone.inference.embedded import EmbeddedEngine
@@ -54,17 +54,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An interpreter with a package called vllm, whose server notes how it was started."""
-    package = tmp_path / "packages" / "vllm"
-    for part in ("engine", "entrypoints/cli"):
-        (package / part).mkdir(parents=True)
-    for part in (".", "engine", "entrypoints", "entrypoints/cli"):
-        (package / part / "__init__.py").touch()
-    (package / "engine" / "arg_utils.py").write_text(ARGS + "    enable_sleep_mode: bool = False\n")
-    (package / "entrypoints" / "cli" / "main.py").write_text(RECORD)
-    info = package.parent / "vllm-0.30.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.1\n")
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(write_vllm(tmp_path, main=RECORD)))
     monkeypatch.setenv("HONE_TEST_RECORD", str(tmp_path / "record.json"))
     link = tmp_path / "python"
     link.symlink_to(sys.executable)

@@ -53,6 +53,7 @@ LOOK_S = 2.0
 READY = "Application startup complete"
 STAGES = {
     "Starting to load model": "loads the weights",
+    "Loading model from scratch": "loads the weights",  # vLLM's second model runner
     "Dynamo bytecode": "compiles the model",
     "Capturing CUDA graph": "captures CUDA graphs",
     "KV cache size": "has allocated its KV cache",
@@ -210,14 +211,14 @@ class VllmProcess:
             if self._status is None or self._stopping:
                 return None
             memory = f"CUDA out of memory. {self._less_memory}\n" if self._lacked_memory else ""
-            ending = f"vLLM ended with exit status {self._status}. {self._log_end()}"
+            ending = f"vLLM ended with exit status {self._status}. {self.log_end()}"
             return EngineFailed(memory + ending)
 
     @property
     def _lacked_memory(self) -> bool:
         return any(NO_MEMORY.search(cause) for cause in self._causes)
 
-    def _log_end(self) -> str:
+    def log_end(self) -> str:
         """The exceptions in its log, and the last lines."""
         causes = [f"It raised {cause}" for cause in self._causes]
         where = "" if self.log is None else f", {self.log}"
@@ -270,8 +271,9 @@ class VllmProcess:
                     with self._changed:
                         self._ready = True
                         self._changed.notify_all()
-                for part in [part for part in stages if part in text]:
-                    tell(stages.pop(part))
+                if stage := next((stages[part] for part in stages if part in text), None):
+                    stages = {part: other for part, other in stages.items() if other != stage}
+                    tell(stage)
 
     def _await_end(self, reader: threading.Thread) -> None:
         assert self._process is not None
@@ -295,7 +297,7 @@ class VllmProcess:
                 return
             if time.monotonic() > deadline:
                 self.stop()
-                raise EngineError(f"vLLM did not answer within {start_s:g} s. {self._log_end()}")
+                raise EngineError(f"vLLM did not answer within {start_s:g} s. {self.log_end()}")
 
     @property
     def _over(self) -> bool:

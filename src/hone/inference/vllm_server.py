@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from hone.errors import EngineError
+from hone.errors import EngineError, EngineFailed
 from hone.inference.grammar import Grammars
 from hone.inference.vllm_args import RANKS, rank_limit, server_arguments
 from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
@@ -97,6 +97,10 @@ def start_server(
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
             check_logprobs(client, "http://vllm", BASE_NAME)
             kv_bytes = _kv_bytes(client)
+    except httpx.HTTPError as error:
+        process.stop()  # its log is then read to the end
+        reason = str(error).partition("\n")[0]
+        raise EngineFailed(f"vLLM cannot answer: {reason}. {process.log_end()}") from None
     except BaseException:
         process.stop()
         raise

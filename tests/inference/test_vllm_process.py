@@ -1,0 +1,218 @@
+"""A vLLM server as a process: started, shown, watched, ended. A small package stands in for vLLM."""
+
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.inference.conftest import write_vllm
+
+from hone.errors import EngineError, EngineFailed
+from hone.inference.vllm_process import VllmProcess, require_vllm
+from hone.inference.vllm_server import VllmServer, start_server
+
+MAIN = """
+import json, os, subprocess, sys
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingUnixStreamServer
+
+TOP = {"token_id:7": 0.0, "token_id:8": -9999.0}
+COMPLETION = {"choices": [{"logprobs": {"top_logprobs": [TOP]}}]}
+ANSWERS = {"/v1/completions": COMPLETION, "/collective_rpc": {"results": [[4096, 4096]]}}
+SAYS = os.environ["HONE_TEST_SAYS"].splitlines()
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.answer(503 if self.path == os.environ.get("HONE_TEST_REFUSES") else 200, {})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == os.environ.get("HONE_TEST_REFUSES"):
+            print("ERROR 11-16 [serving.py:3] RuntimeError: unknown head size 8", flush=True)
+            self.answer(500, {})
+        else:
+            self.answer(200, ANSWERS[self.path])
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+def main():
+    worker = "import hone_vllm_worker, time; print('worker', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        path = sys.argv[sys.argv.index("--uds") + 1]
+        with ThreadingUnixStreamServer(path, Handler) as server:
+            for line in SAYS:
+                print("INFO 11-16 [loader.py:7]", line, flush=True)
+            server.serve_forever()
+"""
+"""The command line of a server with one worker, which says HONE_TEST_SAYS and answers on its socket."""
+READY = "Application startup complete."
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter that has this vLLM."""
+    monkeypatch.setenv("PYTHONPATH", str(write_vllm(tmp_path, version="0.32.0", main=MAIN)))
+    monkeypatch.setenv("HONE_TEST_SAYS", READY)
+    link = tmp_path / "python"  # another path for every test: what an interpreter has is cached
+    link.symlink_to(sys.executable)
+    return str(link)
+
+
+@contextmanager
+def running(python: str, directory: Path, **more: Any) -> Iterator[VllmProcess]:
+    process = VllmProcess(directory)
+    try:
+        process.start(require_vllm(python), ["model"], **more)
+        yield process
+    finally:
+        process.stop()
+
+
+def members(pid: int) -> list[psutil.Process]:
+    """The live processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def all_end(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=30)[1]
+
+
+def server_of(model: Path, python: str, directory: Path) -> VllmServer:
+    return start_server(
+        str(model),
+        environment=require_vllm(python),
+        directory=directory,
+        args={},
+        dtype="float32",
+        max_length=64,
+        max_adapters=2,
+        rank=4,
+        on_gpu=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "loads", ["Starting to load model /m...", "Loading model from scratch..."], ids=["v1", "v2"]
+)
+def test_the_log_shows_what_vllm_does_while_it_starts(
+    python: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    loads: str,
+) -> None:
+    """The lines are those of vLLM 0.20 and 0.32; either of its two model runners may load."""
+    lines = [
+        loads,
+        loads,  # of another worker
+        "Dynamo bytecode transform time: 3.12 s",
+        "GPU KV cache size: 1,000 tokens, Maximum concurrency for 64 tokens per request: 15.62x",
+        "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):   0%|          | 0/35",
+        READY,
+    ]
+    monkeypatch.setenv("HONE_TEST_SAYS", "\n".join(lines))
+    caplog.set_level(logging.INFO)
+    server = server_of(model, python, tmp_path / "engine")
+    assert server.process is not None
+    try:
+        shown = [record.getMessage() for record in caplog.records]
+        assert [text for text in shown if text.startswith("vLLM ")] == [
+            "vLLM starts",
+            "vLLM loads the weights",
+            "vLLM compiles the model",
+            "vLLM has allocated its KV cache",
+            "vLLM captures CUDA graphs",
+        ]
+        assert server.kv_bytes == 8192
+    finally:
+        server.process.stop()
+
+
+def test_only_this_user_reaches_it(python: str, tmp_path: Path) -> None:
+    """Its routes load files and call methods of its workers, and ask for no key."""
+    with running(python, tmp_path / "engine") as process:
+        assert stat.S_ISSOCK(process.socket.stat().st_mode)
+        directory = process.socket.parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert directory.stat().st_uid == os.getuid()
+        assert process.pid is not None
+        group = members(process.pid)
+        assert len(group) == 2, "the server and its worker"
+        listening = [one for process in group for one in process.net_connections("inet")]
+        assert listening == []
+        assert not {"--host", "--port"} & set(psutil.Process(process.pid).cmdline())
+    assert not directory.exists() and all_end(group)
+
+
+def test_a_server_that_cannot_answer_says_why(
+    python: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HONE_TEST_REFUSES", "/v1/completions")
+    with pytest.raises(EngineFailed, match=r"(?s)500.*RuntimeError: unknown head size 8"):
+        server_of(model, python, tmp_path / "engine")
+
+
+def test_a_server_that_never_answers_is_stopped(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HONE_TEST_REFUSES", "/health")
+    process = VllmProcess(tmp_path / "engine")
+    with pytest.raises(EngineError, match=rf"(?s)did not answer within 0 s.*{READY}"):
+        process.start(require_vllm(python), ["model"], start_s=0)
+    assert process.pid is not None and all_end(members(process.pid))
+
+
+def test_workers_die_with_their_server(python: str, tmp_path: Path) -> None:
+    with running(python, tmp_path / "engine") as process:
+        assert process.pid is not None
+        group = members(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(30) and all_end(group) and len(group) == 2
+        assert "exit status -9" in str(process.failure) and READY in str(process.failure)
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from hone.inference.vllm_process import VllmProcess, require_vllm
+process = VllmProcess(Path(sys.argv[2]))
+process.start(require_vllm(sys.argv[1]), ["model"])
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_vllm_dies_with_hone_however_that_ends(python: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, python, str(tmp_path / "engine")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        group = members(int(owner.stdout.readline()))
+        assert len(group) == 2
+        owner.kill()
+        assert all_end(group)
