@@ -273,7 +273,7 @@ async def test_yielded_trajectories():
     given = [art.Trajectory(reward=1), art.Trajectory(reward=2)]
     got = await asyncio.gather(*(art.capture_yielded_trajectory(agent(one)) for one in given))
     assert all(a is b for a, b in zip(got, given, strict=True)), "concurrent ones do not mix"
-    with pytest.raises(RuntimeError, match="called no yield_trajectory"):
+    with pytest.raises(RuntimeError, match="did not call yield_trajectory"):
         await art.capture_yielded_trajectory(agent(None))
 
 

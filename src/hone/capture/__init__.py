@@ -1,1 +1,1 @@
-"""See every model call the agent makes."""
+"""Capture every model call that the agent makes."""

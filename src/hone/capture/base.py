@@ -36,30 +36,31 @@ class SeenCall:
     host: str
     """The host it was sent to; all names of this machine are `localhost`."""
     messages: list[dict[str, Any]] | None
-    """The messages of the request; None if it was no chat, or cannot be read."""
+    """The messages of the request; None if it is not a chat or cannot be parsed."""
     tools: list[dict[str, Any]] | None
     choices: list[dict[str, Any]]
-    """The choices of the answer, assembled if it was streamed. Choices that a hone server recorded
-    (they have a `call_id`) have no `logprobs`: those of a thousand calls would fill the memory."""
+    """The choices of the response, assembled if it was streamed. Choices that a hone server recorded
+    (they have a `call_id`) have no `logprobs`, to save memory."""
     usage: dict[str, int] | None
     id: str | None
-    """Id of the recorded call if a hone server answered, otherwise of the answer."""
+    """Id of the recorded call if a hone server answered, otherwise the id of the response."""
     policy_step: int | None
     """The step that answered; None if another server answered."""
     started_at: float
-    """Unix seconds."""
+    """When it was sent, in Unix seconds."""
     seconds: float
-    """Until the last byte, the client's own retries included; 0 for a call of another process."""
+    """Time until the last byte, including the client's retries; 0 for a call from another
+    process."""
     status: int | None
-    """HTTP status; None if there was no answer."""
+    """HTTP status; None if there was no response."""
     error: str | None
-    """Why it failed."""
+    """Why it failed; None if it succeeded."""
     temperature: float | None = None
-    """The temperature of the request; None leaves it to the server."""
+    """The requested temperature; None if the server chose it."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """The other parameters of the request, such as `max_tokens`."""
     is_chat: bool = True
-    """Whether they are those of a chat completion, and not of another API."""
+    """Whether `parameters` are those of a chat completion rather than of another API."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -87,9 +88,10 @@ class Step:
     function: str
     """Path of the function that called it."""
     calls: int
-    """Number of model calls that the rollout had sent before."""
+    """Number of model calls that the rollout had sent before it."""
     about: tuple[int, ...] = ()
-    """Indices of the calls that its value may belong to, likeliest first; empty without a value."""
+    """Indices of the calls that its value may belong to, most likely first; empty without a
+    value."""
     at: float = field(default=0.0, compare=False)
     """When it was called, in Unix seconds; 0 if that is not known."""
 
@@ -113,15 +115,15 @@ class Recorder:
     """The calls and steps of one rollout, in the order in which they were sent. Thread-safe."""
 
     def __init__(self, on_end: Callable[[WatchedCall], None] | None = None) -> None:
-        """`on_end`: called with each call when its answer has ended, in whatever thread reads it."""
+        """`on_end`: called with each call when its response has ended, in the reading thread."""
         self.on_end = on_end
         self.closed = False
         """The rollout is over: calls that would still be marked as its own are refused."""
         self.trunk = Branch()
         """Root of the tree of the rollout's tasks and threads."""
         self.is_incomplete = False
-        """Only the server's records have the whole rollout: another process may have made calls, or
-        a request continued a response that is not one of the rollout's."""
+        """Only the server has the whole rollout: another process may have made calls, or a request
+        continued a response from outside the rollout."""
         self._calls: list[WatchedCall] = []
         self._steps: list[Step] = []
         self._events: list[dict[str, Any]] = []
@@ -149,7 +151,7 @@ class Recorder:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Intermediate steps of a workflow of NeMo Agent Toolkit, in that toolkit's form."""
+        """Intermediate steps of a NeMo Agent Toolkit workflow, as the toolkit's own type."""
         return list(self._events)
 
     def add_event(self, event: dict[str, Any]) -> None:
@@ -157,7 +159,7 @@ class Recorder:
             self._events.append(event)
 
     def add_call(self, make: Callable[[int], WatchedT]) -> WatchedT:
-        """Record a call that is sent; `make` gets its index."""
+        """Record a call that is being sent; `make` gets its index."""
         with self._lock:
             call = make(len(self._calls))
             self._calls.append(call)
@@ -173,7 +175,7 @@ class Recorder:
             return next((call for call in reversed(self._calls) if is_retry(call)), None)
 
     def add_answer(self, index: int, branch: Branch) -> None:
-        """Record that the call sent on this branch is answered, or that its answer begins."""
+        """Record that the call sent on this branch was answered, or that its response began."""
         with self._lock:
             for parent in branch.path():
                 parent.answered.append(index)
@@ -194,12 +196,12 @@ class Scope(RolloutScope):
     host: str | None = None
     """Only calls to this host are marked; None marks calls to any host."""
     recorder: Recorder | None = field(default=None, compare=False)
-    """Records the calls; None: they are only marked."""
+    """Records the calls; None if they are only marked."""
     caller: Callable[[], str] | None = field(default=None, compare=False)
-    """Names the part of a framework's agent that runs now, such as the node of a graph."""
+    """Returns the running part of a framework's agent, such as the node of a graph."""
 
     def at_caller(self) -> "Scope":
-        """The scope with the part that runs now at the end of the function path."""
+        """The scope, with the part that is running appended to its function path."""
         name = "" if self.caller is None else self.caller()
         if not name:
             return self
@@ -208,7 +210,7 @@ class Scope(RolloutScope):
 
 
 def shortened(path: str) -> str:
-    """The innermost names of a function path that is too long for a header: that of a recursion."""
+    """A function path cut to its innermost names if it is too long for a header (recursion)."""
     return path if len(path) <= MAX_PATH else "..." + path[3 - MAX_PATH :].partition(".")[2]
 
 

@@ -1,11 +1,12 @@
 """The model call that a value of `hone.step` belongs to, when several calls are in flight.
 
-In:   the task or thread that sends a call, gets its answer, or notes a value
+In:   the task or thread that sends a call, gets its response, or records a value
 Out:  Branch; for a value, the calls it may belong to, most likely first
 
-A rollout is a tree of tasks and threads. A value belongs to the newest answer in the task or thread
-that notes it, or in one that it started; if there is none, to the newest answer of its parent. The
-order in which calls were sent does not matter: either of two calls in flight may end first.
+A rollout is a tree of tasks and threads. A value belongs to the newest response in the task or
+thread that records it, or in one that it started; if there is none, to the newest response of its
+parent. The order in which calls were sent does not matter: either of two calls in flight may end
+first.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ class Branch:
         self.parent = parent
         self._worker = None if worker is None else weakref.ref(worker)
         self.answered: list[int] = []
-        """Indices of calls in the order of their answers, those of child tasks included."""
+        """Indices of calls in the order of their responses, including those of child tasks."""
 
     @staticmethod
     def here(trunk: "Branch") -> "Branch":
         """The branch that this code runs on; it is created if the task or thread has none yet."""
         branch, worker = _branch.get(), _current_worker()
-        if branch is None or branch.trunk is not trunk:  # of another rollout, or none
+        if branch is None or branch.trunk is not trunk:  # another rollout, or none
             branch = trunk
         if branch._worker is None or branch._worker() is not worker:
             branch = Branch(branch, worker)
@@ -51,7 +52,7 @@ class Branch:
             branch = branch.parent
 
     def newest_calls(self) -> tuple[int, ...]:
-        """The answered calls, starting with the one that a value noted here belongs to."""
+        """The answered calls, starting with the one that a value recorded here belongs to."""
         seen: dict[int, None] = {}
         for branch in self.path():
             seen.update(dict.fromkeys(reversed(branch.answered)))

@@ -1,4 +1,4 @@
-"""Trajectories that fill themselves: the conversations of a rollout, put together from its calls.
+"""Automatic trajectories: the conversations of a rollout, assembled from its calls.
 
 In:   model calls inside `capture_auto_trajectory`, in any dialect and from any client that is captured
 Out:  a Trajectory whose messages and choices are those calls, and more histories where they branch
@@ -21,7 +21,7 @@ from hone.trajectory import History, Trajectory, get_messages
 
 
 class TrajectoryRecorder(Recorder):
-    """Puts each answered call into a trajectory, as soon as its last byte is there."""
+    """Adds each call to a trajectory as soon as its response is complete."""
 
     def __init__(self, only: Callable[[SeenCall], bool] | None) -> None:
         """`only`: the calls to put into the trajectory; None for all."""
@@ -46,7 +46,7 @@ def add_call(
     choice: Mapping[str, Any],
 ) -> None:
     """Append a call to the history that it continues, or to a new one."""
-    from openai.types.chat.chat_completion import Choice  # here: it takes a second
+    from openai.types.chat.chat_completion import Choice  # imported here: it takes a second
 
     for history in (trajectory, *trajectory.additional_histories):
         if _continues(history, messages, tools):
@@ -70,7 +70,7 @@ def _continues(history: History, messages: Sequence[Mapping[str, Any]], tools: A
 
 
 def _meaning(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two forms of a message have in common: clients drop and add keys as they send it back."""
+    """The parts of a message to compare: clients add and drop keys when they send it back."""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
@@ -99,7 +99,7 @@ def capturing(only: Callable[[SeenCall], bool] | None = None) -> Iterator[Trajec
 
 
 async def capture_auto_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
-    """Run the coroutine; the trajectory of all model calls that it made.
+    """Run the coroutine; returns the trajectory of all model calls that it made.
 
     The coroutine sets the reward: `hone.auto_trajectory(required=True).reward = 1.0`.
     """
@@ -107,7 +107,7 @@ async def capture_auto_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
         with capturing() as trajectory:
             await coroutine
     except ConfigError:
-        discard(coroutine)  # refused before it was begun
+        discard(coroutine)  # refused before it started
         raise
     return trajectory
 
@@ -117,7 +117,7 @@ def auto_trajectory(*, required: Literal[True]) -> Trajectory: ...
 @overload
 def auto_trajectory(*, required: bool = False) -> Trajectory | None: ...
 def auto_trajectory(*, required: bool = False) -> Trajectory | None:
-    """The trajectory of the innermost `capture_auto_trajectory`; None outside, or an error."""
+    """The trajectory of the innermost `capture_auto_trajectory`; outside, None or an error."""
     scope = current()
     trajectory = None if scope is None else _of(scope.recorder)
     if trajectory is None and required:
@@ -136,14 +136,14 @@ _yielded: ContextVar[list[Trajectory] | None] = ContextVar("hone_yielded", defau
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand a trajectory to the `capture_yielded_trajectory` around; the last one counts."""
+    """Pass a trajectory to the enclosing `capture_yielded_trajectory`; the last one counts."""
     trajectories = _yielded.get()
     if trajectories is not None:  # outside, nothing waits for it
         trajectories.append(trajectory)
 
 
 async def capture_yielded_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
-    """Run the coroutine; the trajectory that it passed to `yield_trajectory`."""
+    """Run the coroutine; returns the trajectory that it passed to `yield_trajectory`."""
     trajectories: list[Trajectory] = []
     token = _yielded.set(trajectories)
     try:
@@ -151,5 +151,5 @@ async def capture_yielded_trajectory(coroutine: Awaitable[Any]) -> Trajectory:
     finally:
         _yielded.reset(token)
     if not trajectories:
-        raise RuntimeError("the coroutine called no yield_trajectory(...)")
+        raise RuntimeError("the coroutine did not call yield_trajectory(...)")
     return trajectories[-1]

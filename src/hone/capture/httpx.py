@@ -4,9 +4,9 @@ In:   the scope that is open where a request is sent
 Out:  X-Hone-Rollout (and X-Hone-Function) on POSTs to .../chat/completions, .../completions,
       .../responses and .../v1/messages; those calls in the scope's recorder, if it has one
 
-All clients of the two libraries call `send`, whatever their transport: it is replaced on the four
-client classes, and restored. openai 2 uses httpx and openai 3 httpx2, so both are patched; where
-one is an alias of the other, their classes are patched once.
+All clients of the two libraries call `send`, whatever their transport. It is replaced on the four
+client classes while scopes are open, and restored afterwards. openai 2 uses httpx and openai 3
+httpx2, so both are patched; where one is an alias of the other, their classes are patched once.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _RETRIES = "x-stainless-retry-count"
 @functools.cache
 def client_patches() -> tuple[Patch, ...]:
     """`send` of the client classes of the installed libraries."""
-    # Imported even if the agent has not imported them yet: it may do so inside the scope.
+    # Imported even if the agent has not done so yet: it may import them inside the scope.
     installed = [name for name in LIBRARIES if importlib.util.find_spec(name)]
     libraries = [importlib.import_module(name) for name in installed]
     clients = {kind for lib in libraries for kind in (lib.Client, lib.AsyncClient)}
@@ -40,7 +40,7 @@ def client_patches() -> tuple[Patch, ...]:
 
 
 def _recording(send: Any) -> Callable[..., Any]:
-    # Not a coroutine function even over an async `send`: it returns what that returns.
+    # Not a coroutine function, even for an async `send`: it returns what `send` returns.
     @functools.wraps(send)
     def sending(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         # As a method: another patch may have put a descriptor there that has to be bound.
@@ -92,7 +92,8 @@ def _is_call(request: Any) -> bool:
 def _is_message(request: Any) -> bool:
     """Whether the request belongs to the Anthropic Messages API.
 
-    Its clients send its version; a service that sends short messages may have that path too.
+    The path alone is not enough: other services have a /messages route. Anthropic's clients also
+    send the API version in a header.
     """
     path = request.url.path.rstrip("/")
     return path.endswith(_MESSAGES) and "anthropic-version" in request.headers
@@ -118,7 +119,7 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
         return None
     try:
         sent = request.content
-    except RuntimeError:  # a body that is streamed
+    except RuntimeError:  # a streamed body
         sent = b""
     if request.headers.get(_RETRIES, "0") != "0":
         failed = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))

@@ -24,7 +24,7 @@ _open: ContextVar[tuple[tuple["NamedFunction", AbstractContextManager[None]], ..
 
 
 class NamedFunction:
-    """A name for the functions and blocks it is put on."""
+    """A name for the functions and blocks that it is applied to."""
 
     def __init__(self, name: str) -> None:
         self.name = check_function(name)
@@ -38,7 +38,7 @@ class NamedFunction:
         blocks = _open.get()
         own = [place for place, (owner, _) in enumerate(blocks) if owner is self]
         if not own:
-            return  # closed from another context, which it was never open in
+            return  # closed from another context, in which it was never open
         _open.set(blocks[: own[-1]] + blocks[own[-1] + 1 :])
         blocks[own[-1]][1].__exit__(*error)
 
@@ -65,9 +65,9 @@ class NamedFunction:
 def function(name: str) -> NamedFunction:
     """Name the code that makes model calls: `@hone.function("planner")` or `with hone.function(...)`.
 
-    Calls made inside carry the name, and names inside it extend the path (`agent.planner`), by which
-    `target_functions` chooses the calls to train. Outside rollouts it does nothing, so agents may
-    keep the line everywhere.
+    Calls made inside carry the name, and nested names extend the path (`agent.planner`).
+    `target_functions` selects the calls to train by this path. Outside rollouts this does nothing,
+    so agents can keep it.
 
     Args:
         name: ASCII without spaces, at most 200 characters.

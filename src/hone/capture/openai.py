@@ -1,6 +1,6 @@
-"""What passed over the wire of one call to a model's API, and what it says.
+"""The bytes of one call to a model API, and the call that they describe.
 
-In:   a request, and its answer: whole, streamed, refused or broken off
+In:   a request, and its response: whole, streamed, an error, or incomplete
 Out:  a SeenCall
 
 Bytes are stored as they pass and parsed only once, when the call is read. A stream is teed: the
@@ -72,7 +72,7 @@ class Exchange:
     # ---- what the patched client tells ----------------------------------------------------
 
     def takes_up(self, function: str, sent: bytes) -> bool:
-        """Whether the request is a retry of this failed call, which is then in progress again."""
+        """Whether the request retries this failed call; if so, the call is in progress again."""
         failed = self._seconds is not None and (self._status is None or self._status >= 400)
         if not (failed and sent == self.sent and function == self.function):
             return False
@@ -107,7 +107,7 @@ class Exchange:
                 self._recorder.on_end(self)
 
     def left(self) -> None:
-        """The client closed the stream; an error unless the stream had ended."""
+        """The client closed the stream; this is an error unless the stream had ended."""
         self.ended(None if has_ended(self._body()) else LEFT)
 
     def _body(self) -> bytes:
@@ -115,7 +115,7 @@ class Exchange:
         return body if self._decode is None else self._decode(body)
 
     async def close(self) -> None:
-        """Close the stream if the agent has left it open, so that its connection is free again."""
+        """Close the stream if the agent left it open, so that its connection can be reused."""
         held, self._open = self._open, None
         if held is None or self._seconds is not None:
             return
@@ -190,7 +190,7 @@ class Exchange:
         return [*system, *before, *read_messages(sent, items)]
 
     def _earlier(self) -> dict[str, "_Turn"]:
-        """The responses that the rollout had before this request, by their ids."""
+        """The rollout's earlier responses, by id."""
         turns: dict[str, _Turn] = {}
         for call in self._recorder.sent_before(self.index):
             call.read()
@@ -208,13 +208,13 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A response of the Responses API, as later requests can name it."""
+    """A response of the Responses API that later requests can refer to."""
 
     id: str
     items: dict[str, dict[str, Any]]
-    """The items of its output, by their ids."""
+    """The items of its output, by id."""
     messages: list[dict[str, Any]]
-    """Its prompt without instructions, which hold for one response, and the answer."""
+    """Its prompt and its answer, without instructions, which apply to one response only."""
 
 
 def _turn(request: dict[str, Any], answer: dict[str, Any], seen: SeenCall) -> _Turn | None:
@@ -228,7 +228,7 @@ def _turn(request: dict[str, Any], answer: dict[str, Any], seen: SeenCall) -> _T
 
 
 def _answered(seen: SeenCall, body: dict[str, Any]) -> SeenCall:
-    """The call with its answer, in the shape of a chat completion."""
+    """The call with its answer, in the form of a chat completion."""
     if body.get("error"):
         return replace(seen, error=error_message(body))
     if "output" in body and "choices" not in body:
@@ -254,7 +254,7 @@ def _answered(seen: SeenCall, body: dict[str, Any]) -> SeenCall:
 
 
 def _count_tokens(body: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, int] | None:
-    """The usage of a response that only lists its tokens: streams have no `usage` by default."""
+    """Token counts from a response's token ids, because streams have no `usage` by default."""
     prompt, counts = body.get("prompt_token_ids"), [_num_sampled(choice) for choice in choices]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):

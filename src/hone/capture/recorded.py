@@ -1,6 +1,6 @@
-"""What the server recorded of a rollout and was not seen here -> SeenCalls.
+"""Turn recorded calls that this process did not make into SeenCalls.
 
-In:   the recorded calls of one rollout; the calls that were seen here
+In:   the recorded calls of one rollout; the calls that this process made
 Out:  calls of other processes as SeenCalls, in the order of their requests; prompts of seen calls
 
 An agent in another process calls the model at the rollout's URL. Evaluators, files and reports read
@@ -30,7 +30,7 @@ def unseen_calls(
 
 
 def with_prompts(recorded: Sequence[RecordedCall], seen: Sequence[SeenCall]) -> list[SeenCall]:
-    """The seen calls; those without messages get the recorded ones."""
+    """The seen calls; those without messages get the recorded messages."""
     messages = {one.id: one.messages for one in recorded}
     return [
         replace(call, messages=messages[call.id])

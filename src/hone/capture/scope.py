@@ -4,7 +4,7 @@ In:   `async with hone.rollout() as r:` or `with`, around the agent; `hone.step(
 Out:  calls that carry the id; `r.trajectory(reward=...)` refers to what the server recorded; in
       the harness's rollouts, calls and steps in the scope's recorder
 
-The open scope is a ContextVar: rollouts that run at once in one event loop each see their own, and
+The open scope is a ContextVar: concurrent rollouts in one event loop each see their own scope, and
 code outside sees none. Libraries are patched only while at least one scope is open in the process,
 and calls made outside a scope pass unchanged.
 """
@@ -116,7 +116,7 @@ def recorded(
 ) -> tuple[Rollout, Recorder]:
     """A rollout of the harness: all its calls are recorded, and those to `host` are marked.
 
-    A rollout of a run (`RUN:REST`) has the run's aliases, and needs none of its own.
+    A rollout of a run (`RUN:REST`) uses the run's aliases and needs no others.
     """
     recorder = Recorder() if recorder is None else recorder
     where = None if host is None else host_of(urlsplit(f"//{host}").hostname or "")
@@ -141,11 +141,11 @@ def outside_rollouts(function: str, *, host: str) -> Rollout:
 
 
 def step(name: str, value: float | None = None, **metadata: Any) -> None:
-    """Note a step of the rollout: `hone.step("board_score", value=0.4)`.
+    """Record a step of the rollout: `hone.step("board_score", value=0.4)`.
 
     A value becomes a shaped reward of the last model call that was answered in this task or thread,
-    or in one that it started; so with several calls in flight, each task notes the value of its own
-    call. Outside the harness's rollouts it does nothing, so agents may keep the line everywhere.
+    or in one that it started. With several calls in flight, record each value in the task that made
+    the call. Outside the harness's rollouts this does nothing, so agents can keep the call.
 
     Args:
         name: name of the step.

@@ -1,8 +1,8 @@
 """A response's byte stream that also passes each chunk to the recorded call.
 
 In:   the stream of an httpx or httpx2 response, sync or async
-Out:  a stream of the same kind: the client gets every byte as it arrives, and what it does not
-      fetch is not fetched for it
+Out:  a stream of the same kind: the client gets every byte as it arrives; bytes that it does not
+read are not fetched
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Exchange(Protocol):
-    """The call whose response passes."""
+    """The call whose response is streamed."""
 
     def piece(self, body: bytes) -> None: ...
     def ended(self, error: BaseException | str | None = None) -> None: ...
@@ -21,7 +21,7 @@ class Exchange(Protocol):
 
 
 class _Tee:
-    """A response's stream that also tells an exchange what passes."""
+    """A response's stream that also passes its chunks to an exchange."""
 
     def __init__(self, stream: Any, exchange: Exchange) -> None:
         self._stream, self._exchange = stream, exchange
@@ -35,7 +35,7 @@ class _Tee:
                 self._exchange.piece(piece)
                 yield piece
         except GeneratorExit:
-            raise  # the client stopped reading; it says so by closing
+            raise  # the client stopped reading and will close the stream
         except BaseException as error:
             self._exchange.ended(error)
             raise
@@ -56,9 +56,9 @@ class _Tee:
 class _Pieces(AsyncGenerator[bytes, None]):
     """What an async stream yields.
 
-    Not written as a generator function: Python would close such a generator on its own where an
-    agent leaves the stream open, at the same time as the library's generator inside it, and report
-    that the inner one is already running.
+    Not a generator function: if an agent leaves the stream open, Python would close such a
+    generator at the same time as the library's generator inside it, and report that the inner one
+    is already running.
     """
 
     def __init__(self, stream: AsyncIterator[bytes], exchange: Exchange) -> None:
@@ -87,7 +87,7 @@ class _Pieces(AsyncGenerator[bytes, None]):
 
 @cache
 def tee_like(kind: type) -> type[_Tee]:
-    """A tee that the library of this kind of stream takes for one of its own."""
+    """A tee class that the library accepts as this kind of stream."""
     names = ("SyncByteStream", "AsyncByteStream")
     return type("Tee", (_Tee, *(base for base in kind.__mro__ if base.__name__ in names)), {})
 
@@ -98,7 +98,7 @@ def loop_of(response: Any) -> asyncio.AbstractEventLoop | None:
 
 
 def decoder(response: Any) -> Callable[[bytes], bytes]:
-    """What undoes the answer's compression, in the library's own way."""
+    """The library's own decoder for the compression of the response."""
     kind = type(response)
     encoding = {"content-encoding": response.headers["content-encoding"]}
     broken = sys.modules[kind.__module__.partition(".")[0]].DecodingError
@@ -106,7 +106,7 @@ def decoder(response: Any) -> Callable[[bytes], bytes]:
     def decode(body: bytes) -> bytes:
         try:
             return kind(200, headers=encoding, content=body).content
-        except broken:  # it ended in the middle
+        except broken:  # the response is incomplete
             return b""
 
     return decode
