@@ -48,7 +48,7 @@ __all__ = ["ARTBackendConfig", "ARTTrainerAdapter", "ARTTrainerAdapterConfig", "
 logger = logging.getLogger("hone")
 
 BACKEND = "openpipe-art"
-"""`backend` of a TrainingJobRef."""
+"""Value of `backend` in a TrainingJobRef."""
 USUAL_ROOT = Path(".hone")
 """Default root of `hone serve`."""
 NO_CONNECTION = "Failed to connect to ART backend"
@@ -59,7 +59,7 @@ STATES = {
     "failed": TrainingStatusEnum.FAILED,
     "cancelled": TrainingStatusEnum.CANCELED,
 }
-"""Status of the harness for each state of a job on the server."""
+"""The harness's status for each job state of the server."""
 LESS_MEMORY = (
     "What to do: reduce backend.engine_args.gpu_memory_utilization, reduce "
     "backend.init_args.max_seq_length (or training.max_seq_length) or training.row_tokens, reduce "
@@ -94,7 +94,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
         self.training_jobs: dict[str, str] = {}
-        """By run id, the newest job of each."""
+        """The newest job of each run, by run id."""
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def log_metrics(
         self, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
-        # A validation can be counted again; without `replace` the server would average both.
+        # A validation may be recomputed; without `replace` the server would average both values.
         await self.backend.log(self.model, metrics, split=split, step=step, replace=split == "val")
 
     async def prune(self, keep_last: int) -> None:
@@ -373,6 +373,6 @@ def _job_id(ref: TrainingJobRef) -> str:
 
 
 def _is_memory(message: str) -> bool:
-    """Whether memory did not suffice, and the server has not said what to do."""
+    """Whether the job ran out of memory and the server's message does not say what to do."""
     short = "out of memory" in message.lower() or "OutOfMemory" in message
     return short and "num_generations" not in message

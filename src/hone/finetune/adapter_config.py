@@ -31,29 +31,29 @@ class ARTBackendConfig(Strict):
     port: int | None = Field(None, ge=1, le=65535)
     """Control port of the server."""
     inference_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the server's OpenAI API, if agents use another port than `port`."""
+    """Port of the server's OpenAI API, if agents use a port other than `port`."""
     advertise_url: AdvertisedUrl | None = None
     """Address of the server for agents on other machines or in containers, such as
-    `http://gpu1:8000`, if it is another one than `ip` and `port`. By default that of `hone serve
+    `http://gpu1:8000`, if it differs from `ip` and `port`. By default that of `hone serve
     --advertise-url`."""
     name: Name = "trainer_run"
     """Name of the trained model on the server."""
     project: Name = "trainer_project"
     base_model: str = Field("Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=512)
-    """Model to train: a name of `hone models list`, a hub name or a directory on the server."""
+    """Model to train: a name from `hone models list`, a hub name, or a directory on the server."""
     api_key: str = "default"
     """API key of the server; `default` is enough on the same machine."""
     delete_old_checkpoints: bool = False
-    """Before each job, delete all steps but the newest and the best."""
+    """Before each job, delete all steps except the newest and the best."""
     init_args: dict[str, JsonValue] | None = None
-    """How the base model is loaded, for instance `max_seq_length`."""
+    """How the base model is loaded, for example `max_seq_length`."""
     engine_args: dict[str, JsonValue] | None = None
-    """How it is served, for instance `gpu_memory_utilization`."""
+    """How the model is served, for example `gpu_memory_utilization`."""
     peft_args: dict[str, JsonValue] | None = None
     """Adapter settings under PEFT's names: `r`, `lora_alpha`."""
     server_config: dict[str, JsonValue] | None = None
-    """Settings that ART would start its OpenAI server with. Its `engine_args` are used like those
-    beside it; the rest does not apply to a running server and is named in the log."""
+    """Settings with which ART would start its OpenAI server. The `engine_args` in it are used like
+    those above; the rest does not apply to a running server and is listed in the log."""
     root: Path = Path(".hone")
     """Directory in which the run's own server keeps its state."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
@@ -61,7 +61,7 @@ class ARTBackendConfig(Strict):
     engine_python: Path | None = None
     """Python interpreter with vLLM for the run's own server, as `hone serve --engine-python`."""
     engine_url: str | None = None
-    """Running vLLM for the run's own server to use, as `hone serve --engine-url`."""
+    """Running vLLM server for the run's own server to use, as `hone serve --engine-url`."""
     rank: int = Field(8, gt=0, le=512)
     """LoRA rank."""
     alpha: float = Field(16.0, gt=0)
@@ -153,9 +153,10 @@ class ARTTrainingConfig(TrainConfig, Strict):
     learning_rate: float = Field(default=5e-5, ge=0)
     """AdamW's step size (0 measures without moving the weights)."""
     schedule: Literal["constant", "linear"] = "constant"
-    """linear: from learning_rate in the first job down to 0 after the last planned one."""
+    """linear: the learning rate falls from learning_rate in the first job to 0 after the last
+    planned one."""
     plot_tensors: bool = False
-    """Write a picture of the packed training rows beside each checkpoint."""
+    """Write a plot of the packed training rows beside each checkpoint."""
 
     def job_keys(self, place: int, planned: int) -> dict[str, Any]:
         """Training keys of job number `place` (from 0) of `planned` jobs."""

@@ -1,11 +1,11 @@
 """TrajectoryBuilder, TrainerAdapter, Trainer: the three parts of the harness.
 
-In:   nothing; abstract classes, and the values they pass on (types.py)
+In:   nothing; abstract classes, and the values they exchange (types.py)
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
 
-The names are those of NeMo Agent Toolkit's finetuning harness, so that what was written for it
-needs new imports and little else. `Trainer` is the loop over epochs; what owns gradients is the
-server's Learner. What hone adds to the classes has defaults that do nothing.
+The names are those of NeMo Agent Toolkit's finetuning harness, so that components written for it
+need only new imports. `Trainer` is the loop over epochs; the server's Learner computes gradients.
+Methods that hone adds to the classes do nothing by default.
 """
 
 # ruff: noqa: B027  # optional methods do nothing by default
@@ -72,14 +72,13 @@ __all__ = [
 
 
 class TrialRollouts(Protocol):
-    """Says what is trained of a rollout, so that preflight can check it.
+    """Selects the calls of a rollout that would be trained, so that preflight can check them.
 
-    A trajectory builder that can do so names it in `trial`. Its runs then get every check of
-    preflight.
+    A trajectory builder that can do this sets `trial`. Its runs then get every preflight check.
     """
 
     async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
-        """Which of its calls would be trained; `seen` are those that this process made."""
+        """The rollout's calls that would be trained; `seen` are those that this process made."""
         ...
 
 
@@ -92,7 +91,7 @@ class TrajectoryBuilder(ABC):
         self.evaluation: Evaluation | None = None
         """The training set; set before the first run."""
         self.dropped: Counter[str] = Counter()
-        """What the last `finalize` left out, by reason."""
+        """Counts of what the last `finalize` left out, by reason."""
         self.num_generations: int | None = None
         """Rollouts per example; None if unknown."""
         self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
@@ -179,7 +178,7 @@ class TrainerAdapter(ABC):
         self.reads_episodes = True
         """Whether `submit` reads the text of trajectories whose calls were recorded."""
         self.dropped: Counter[str] = Counter()
-        """What the last `submit` left out, by reason."""
+        """Counts of what the last `submit` left out, by reason."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
@@ -246,7 +245,7 @@ class Trainer(ABC):
     """Runs the epochs: collect, select, submit, wait, log."""
 
     journal: Journal
-    """What a killed run needs to resume; set by `initialize`."""
+    """Everything a killed run needs to resume; set by `initialize`."""
     events: EventLog
     """Events of the run; set by `initialize`."""
     state: RunState

@@ -60,7 +60,7 @@ logger = logging.getLogger("hone")
 
 
 class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_traj_builder"):
-    """Runs every example several times and compares the results."""
+    """Runs every example several times and groups the rollouts by example."""
 
     num_generations: int = Field(default=2, ge=1)
     """Rollouts per example. More give a better comparison and cost more."""
@@ -92,15 +92,16 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         super().__init__(trajectory_builder_config)
         self.num_generations, self.trial = trajectory_builder_config.num_generations, self
         self.adapter: TrainerAdapter | None = None
-        """Trains what is collected."""
+        """The adapter that trains the collected trajectories."""
         self.llm_names: Callable[[str], frozenset[str]] = lambda key: frozenset()
-        """Model names in requests to the target, which is a key of `llms` or a model's name."""
+        """The model names that requests to the target may carry. The target is a key of `llms` or a
+        model name."""
         self._rounds: dict[str, _Round] = {}
         self._reported_unscoped = False
 
     @property
     def server(self) -> ModelServer | None:
-        """Records the model's calls; None if no hone server serves the model."""
+        """The server that records the model's calls; None if it is not a hone server."""
         return None if self.adapter is None else self.adapter.server
 
     @property
@@ -148,7 +149,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self._rounds[run_id] = at
         finish = partial(self._finish, at.dropped)
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
-        # All generations of an example in a row: the server computes their prompt once.
+        # All generations of an example one after another: the server computes their prompt once.
         tasks = [
             [asyncio.create_task(rollouts.run(item, k, finish)) for k in generations]
             for item in items
@@ -308,7 +309,7 @@ async def art_trajectory_builder(
         trained = None if builder.served is None else builder.served.trained
         if trained is None:
             return frozenset({sent})
-        # All names of the policy: an agent's own client may send another one than the entry.
+        # All names of the policy: an agent's own client may send a name other than the entry's.
         return trained.names_like(sent) or frozenset({sent})
 
     trajectory_builder.llm_names = names_of

@@ -23,7 +23,7 @@ logger = logging.getLogger("hone")
 WORKFLOW = "<workflow>"
 """Target for every call of a rollout."""
 EVALUATION = "<evaluation>"
-"""Function of calls that evaluators make."""
+"""Function name of calls that evaluators make."""
 UNSEEN = (
     "An agent's calls are seen if its HTTP client is httpx or httpx2, as that of openai is, and if "
     "a thread it starts gets the context (contextvars.copy_context().run; thread pools have it); any "
@@ -40,10 +40,10 @@ Message = dict[str, Any]
 
 
 class ModelServer(Protocol):
-    """A server that answers for the model in training and records its calls.
+    """A server that serves the model in training and records its calls.
 
-    An adapter whose backend is one names it in `server`. Its runs then get every check of
-    preflight, and its rollouts are trained on the recorded tokens instead of on text.
+    An adapter with such a backend sets `server`. Its runs then get every preflight check, and its
+    rollouts are trained on the recorded tokens instead of on text.
     """
 
     @property
@@ -86,10 +86,10 @@ class Targets:
     """PROJECT/NAME of the model in training, as a hone server records it; None: any."""
 
     def has_function(self, path: str) -> bool:
-        """Whether calls made from this path of functions are trained: its end counts.
+        """Whether calls with this function path are trained; targets match the end of the path.
 
-        `search` is every call of the function `search`, `research.model` that of a node `model` in
-        a subgraph `research`.
+        `search` matches every call of the function `search`, `research.model` those of the node
+        `model` in the subgraph `research`.
         """
         if WORKFLOW in self.functions:
             return True
@@ -102,7 +102,7 @@ class SampledCall:
 
     id: str
     place: int
-    """Number of its request in the rollout."""
+    """Index of its request in the rollout."""
     messages: list[Message]
     reply: Message
     finish: str
@@ -124,7 +124,8 @@ class TrainedCalls:
     dropped: Counter[str] = field(default_factory=Counter)
     """Calls that are not trained, by reason."""
     foreign: bool = False
-    """No hone server recorded the calls; only text and log-probabilities are known."""
+    """Whether no hone server recorded the calls, so that only text and log-probabilities are
+    known."""
 
     @property
     def reason(self) -> str | None:
@@ -250,10 +251,10 @@ def shaped_rewards(steps: Sequence[Step], sampled: Sequence[SampledCall]) -> lis
 
 
 async def count_unscoped(server: ModelServer | None, run_id: str) -> Counter[str]:
-    """Requests without a rollout so far, by model; empty if there is no server to ask.
+    """Number of requests without a rollout so far, by model; empty without a hone server.
 
-    Only the server sees them: they are missing from the trajectory, and under the base model's name
-    they are answered by the untrained model.
+    Only the server sees these requests: they are missing from the trajectory, and those that name
+    the base model are answered by the untrained model.
     """
     try:
         return Counter() if server is None else Counter(await server.unscoped_calls(run_id))

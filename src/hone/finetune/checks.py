@@ -4,7 +4,7 @@ In:   FinetuneRunConfig: the configuration, that of the validation, dataset file
 Out:  valid Documents, or ConfigProblems with the mistakes of all files, each with its place
 
 A valid Document may not be enough for a run. Datasets are read and the user's modules are imported,
-as in the run; no function of theirs is called, and no server is contacted. A file or a block that
+as in the run; none of their functions is called, and no server is contacted. A file or block that
 cannot be read does not hide mistakes in the others.
 """
 
@@ -85,10 +85,10 @@ def read_run(
 def _examine(
     file: Path, overrides: Sequence[tuple[str, str]], check: Callable[[Document], Mistakes]
 ) -> tuple[Document | None, list[Problem]]:
-    """As much of a file as can be read, and every mistake in it."""
+    """The parts of a file that can be read, and every mistake in it."""
     try:
         loaded, document, problems = examine(file, overrides)
-    except ConfigProblems as error:  # not YAML, or not there
+    except ConfigProblems as error:  # not YAML, or missing
         return None, error.problems
     readable = document or salvage(loaded, Document)
     if readable is None:
@@ -228,7 +228,7 @@ def _target_mistakes(document: Document, endpoint: str | None) -> Mistakes:
         except ConfigError as error:
             placed = [e for e in document.llms.values() if not needs_training_server(e)]
             if len({address_of(openai_url(entry)) for entry in placed}) <= 1:
-                yield path, str(error)  # else the server says which one it is
+                yield path, str(error)  # otherwise the server reports which one it is
 
 
 def _group_size(document: Document) -> Mistakes:
@@ -279,7 +279,7 @@ def _base_model(document: Document) -> Mistakes:
     adapter = art_config_of(document)
     if adapter is None or adapter.backend.ip is not None:
         return
-    from hone.models.known import KNOWN  # here, because only this needs it
+    from hone.models.known import KNOWN  # imported here: nothing else needs it
 
     name = adapter.backend.base_model
     path, wrong = Path(os.path.expanduser(name)), None

@@ -147,7 +147,7 @@ class Curriculum:
         return cls(config, seed, snapshot.get("state", {}), excluded)
 
     def _subsample(self, chosen: list[T], count: int, draw: random.Random) -> list[T]:
-        """As many of `chosen`, in order, as `random_subsample` of `count`."""
+        """A random subset of `chosen`, in order: the share `random_subsample` of `count`."""
         fraction = self.config.random_subsample
         if fraction is None or (wanted := share(count, fraction)) >= len(chosen):
             return chosen
@@ -245,7 +245,7 @@ def group_by_example(
 
 
 def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
-    """`shaped`: other rollouts have step values, so the calls of one without any are worth 0."""
+    """`shaped`: other rollouts have step values, so calls of a rollout without any count as 0."""
     trajectory = trajectory_of(record)
     if shaped and trajectory.shaped_rewards is None:
         trajectory.shaped_rewards = [0.0] * record.num_trained_calls
@@ -284,7 +284,7 @@ def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float |
 def infrastructure_error(
     records: Sequence[RolloutRecord], *, where: str, allowed: float
 ) -> str | None:
-    """The error of too many infrastructure failures; None if there are few."""
+    """The error for too many infrastructure failures; None if there are few."""
     failed = [r for r in records if r.failure_kind == "infrastructure"]
     if len(failed) <= allowed * len(records):
         return None
@@ -324,7 +324,7 @@ def _last(failed: Sequence[RolloutRecord]) -> str:
 
 
 def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
-    """The error of an epoch without trajectories."""
+    """The error for an epoch without trajectories."""
     why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
     return (
         f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "

@@ -1,11 +1,11 @@
-"""Conversations of a dataset as trajectories, without any rollout.
+"""Turn the conversations of a dataset into trajectories, without running any rollout.
 
 In:   rows with `messages`; with `prompt` and `completion`; or with `chosen` and `rejected`
 Out:  a TrajectoryCollection: for SFT one conversation per group, for DPO a pair with rewards 1 and 0
 
-The columns are those of TRL and of OpenAI's fine-tuning format. Text stands for one message: a prompt
-is the user's, everything else the assistant's. Assistant messages of a prompt, and those with which
-`chosen` and `rejected` both begin, are context. SFT never trains on `rejected`.
+The columns are those of TRL and of OpenAI's fine-tuning format. A plain text is one message: a
+prompt is a user message, everything else an assistant message. Assistant messages of a prompt, and
+those with which `chosen` and `rejected` both begin, are context. SFT never trains on `rejected`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -34,14 +34,14 @@ _MESSAGES = TypeAdapter(list[Message])
 
 
 class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj_builder"):
-    """Takes conversations and preference pairs from the dataset's rows; runs no rollouts."""
+    """Reads conversations and preference pairs from the dataset's rows; runs no rollouts."""
 
     messages_key: str = Field(default="messages", min_length=1)
     """Column with a whole conversation."""
     prompt_key: str = Field(default="prompt", min_length=1)
-    """Column with the beginning of a conversation: messages, or text of the user."""
+    """Column with the beginning of a conversation: messages, or the text of a user message."""
     completion_key: str = Field(default="completion", min_length=1)
-    """Column with the answer to the prompt: messages, or text of the assistant."""
+    """Column with the answer to the prompt: messages, or the text of an assistant message."""
     chosen_key: str = Field(default="chosen", min_length=1)
     """Column with the preferred answer, or the whole conversation if there is no prompt."""
     rejected_key: str = Field(default="rejected", min_length=1)
@@ -54,7 +54,7 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
     ) -> list[Trajectory]:
         """The group of a row; raises ConfigError if it has nothing that the objective trains on.
 
-        Without an objective, a pair where there is one.
+        Without an objective, a row with a pair gives the pair.
         """
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {example!r}: expected an object with columns, got {row!r}")
@@ -138,13 +138,13 @@ def dataset_config_of(document: Document) -> DatasetTrajectoryBuilderConfig | No
 
 
 def objective_of(document: Document) -> Objective | None:
-    """What the run's trainer trains on; None for a trainer of a plugin."""
+    """The objective of the run's trainer; None for a plugin's trainer."""
     trainer = document.trainers.get(document.finetuning.trainer or "")
     return None if trainer is None else trainer.job_keys().get("loss")
 
 
 class DatasetTrajectoryBuilder(TrajectoryBuilder):
-    """Gives the conversations of the round's examples."""
+    """Returns the conversations of the round's examples as trajectories."""
 
     trajectory_builder_config: DatasetTrajectoryBuilderConfig
 
@@ -158,7 +158,7 @@ class DatasetTrajectoryBuilder(TrajectoryBuilder):
         self.objective: Objective | None = objective
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Nothing runs; `finalize` reads the rows."""
+        """Does nothing; `finalize` reads the rows."""
 
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
@@ -187,18 +187,18 @@ async def dataset_trajectory_builder(
 
 
 def _common(one: list[Message], other: list[Message]) -> int:
-    """Number of messages with which both begin."""
+    """Length of the common prefix, in messages."""
     same = [_known(a) == _known(b) for a, b in zip(one, other, strict=False)]
     return same.index(False) if False in same else len(same)
 
 
 def _known(message: Message) -> Message:
-    """Without the keys that have no value: a table has every column in every message."""
+    """The message without null keys: tables store every column for every message."""
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Tools as the OpenAI API has them, also from JSON text; None if there are none."""
+    """Tools in the OpenAI API's form, also parsed from JSON text; None if there are none."""
     try:
         tools = from_json(value) if isinstance(value, str) else value
         if tools:
@@ -214,7 +214,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 def _trajectory(
     messages: list[Message], context: int, tools: Any, example: str, reward: float
 ) -> Trajectory:
-    """A conversation of which the first `context` messages are not trained."""
+    """A conversation whose first `context` messages are not trained."""
     trained = [
         i
         for i, message in enumerate(messages)

@@ -57,7 +57,7 @@ def check_file(
     for _, message in _row_mistakes(
         config or JsonDataset(), document, reward, file, trained=trained
     ):
-        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message has one
+        where, colon, rest = message.partition(": ")  # FILE or FILE:LINE, if the message names one
         named = colon and where.startswith(str(file))
         place = Place(f"{option} {where if named else file}")
         problems.append(Problem(place, (), rest if named else message))
@@ -79,7 +79,7 @@ def _row_mistakes(
     *,
     trained: bool,
 ) -> Mistakes:
-    """A file that cannot be read, and rows and columns that lack what the run needs."""
+    """Mistakes: an unreadable file, and rows and columns that lack what the run needs."""
     items = []
     try:
         items = load_items(config, file, near=None if document is None else document.file.parent)
@@ -116,7 +116,7 @@ def _conversation_mistakes(
     objective: Objective | None,
     items: list[EvalInputItem],
 ) -> Mistakes:
-    """The first row that is no conversation, if the run trains on conversations."""
+    """The first row that is not a conversation, if the run trains on conversations."""
     for item in items:
         try:
             builder.trajectories(item.id, item.full_dataset_entry, objective)
@@ -135,5 +135,5 @@ def _target_with_expected(document: Document | None, reward: str | None) -> str 
         function = load_target(target, document.file.resolve().parent)
         expected = inspect.signature(function).parameters["expected"]
     except (ConfigError, TypeError, ValueError, KeyError):
-        return None  # it does not take it, or _function_mistakes reports it
+        return None  # it has no such parameter, or _function_mistakes reports it
     return target if expected.default is inspect.Parameter.empty else None

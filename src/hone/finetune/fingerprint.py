@@ -6,11 +6,12 @@ Out:  JSON values that run.json holds, with which the next start is compared; th
 
 Settings that do not change what is learned are left out: the number of epochs (unless the learning
 rate falls over the epochs), early stopping, concurrency, timeouts, and addresses. Datasets and the
-user's code count by their content. The code of a function or of a framework's agent is the file it
-is defined in, and the files that this one imports, directly or not, from the configuration's
-directory or from its own package; imports are read, not executed. Of a package in site-packages only
-the named module counts. The code of a program is each file that its command names, with the imports
-of Python files, and what is copied into its working directory. Secrets are never written.
+user's code are compared by content. The code of a function or a framework's agent is the file that
+defines it, and the files that it imports, directly or indirectly, from the configuration's
+directory or from its own package; imports are parsed, not executed. For a package in site-packages,
+only the named module counts. The code of a program is every file that its command names, with the
+imports of Python files, and everything that is copied into its working directory. Secrets are never
+written.
 """
 
 import ast
@@ -67,7 +68,7 @@ FREE = (
 """Keys that may change between two starts."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 CODE = "code"
-"""Key of the user's code, by file."""
+"""Key under which the user's code is stored, by file."""
 
 
 def fingerprint_of(
@@ -164,7 +165,7 @@ def _remove(table: Any, path: Sequence[str]) -> None:
 
 
 def _digest(path: str | Path | None, near: Path) -> str | None:
-    """SHA-256 of a file; the path if it is no file, None without one."""
+    """SHA-256 of a file; the path itself if it is not a file, None without a path."""
     if path is None:
         return None
     for place in (Path(path), near.parent / path):
@@ -177,7 +178,7 @@ def _digest(path: str | Path | None, near: Path) -> str | None:
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 NO_CODE = INSTALLED | {"__pycache__", "node_modules", ".git"}
-"""Directories that do not count in one that is copied for a program."""
+"""Directories that are ignored when a program's directory is hashed."""
 PREPARE = ("eval", "general", "output", "custom_pre_eval_process_function")
 
 
@@ -202,7 +203,7 @@ def targets_of(document: Document, evaluators: Collection[str]) -> Iterator[tupl
 def code_of(document: Document) -> dict[str, str]:
     """SHA-256 of each file of code, by its path from the configuration's directory."""
     directory = document.file.resolve().parent
-    files: dict[Path, Path] = {}  # each with the directory that its imports are looked for in
+    files: dict[Path, Path] = {}  # each with the directory in which its imports are looked up
     reward = [n for n in document.eval.evaluators if n == document.finetuning.reward_name]
     blocks = [*document.functions.values(), document.workflow]
     targets = [
@@ -250,13 +251,13 @@ def _plugins(document: Document) -> Iterator[str]:
 def _program(
     config: CommandConfig, document: Document, directory: Path
 ) -> Iterator[tuple[Path, Path]]:
-    """Files of a program, each with the directory that its imports are looked for in."""
+    """Files of a program, each with the directory in which its imports are looked up."""
     for place, argument in enumerate(config.command):
         written = argument.replace("{config_dir}", str(directory))
         # Other arguments are relative to the working directory of a rollout.
         if "/" in written if place == 0 else os.path.isabs(written):
             named = os.path.join(directory, written)
-            if os.path.isfile(named):  # unlike Path.is_file, also for a text too long for a path
+            if os.path.isfile(named):  # Path.is_file raises for a text too long for a path
                 file = Path(named).resolve()
                 yield file, file.parent
     outputs = [one.output_dir.resolve() for one in (document.finetuning, document.eval.general)]

@@ -23,8 +23,8 @@ from hone.workflow.loop import to_debug
 INTERRUPTED = 130
 """The exit status."""
 SAME_S = 0.5
-"""Signals within this time are one Ctrl-C: a terminal sends it to all its processes, and a parent
-process (`uv run`, `make`) may forward it."""
+"""Signals within this time count as one Ctrl-C: a terminal sends it to all processes, and a parent
+process (`uv run`, `make`) may forward it too."""
 MESSAGE = b"\nStopping the run; press Ctrl-C again to exit at once\n"
 
 
@@ -62,7 +62,7 @@ class Interrupts:
         if self._running is None:
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):  # stderr may be closed; the run ends anyway
-            os.write(2, MESSAGE)  # past the console, whose lock this thread may hold
+            os.write(2, MESSAGE)  # bypasses the console, whose lock this thread may hold
         loop, task = self._running
         loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over

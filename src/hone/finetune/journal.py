@@ -37,14 +37,14 @@ RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
 COMMAND, KEY = "hone finetune", "finetuning.output_dir"
 DIFFERENCES_SHOWN = 8
-"""Number of differing keys that are named."""
+"""Maximum number of differing keys to list."""
 
 Rollouts = dict[tuple[str, int], RolloutRecord]
-"""By example and generation."""
+"""Records by example and generation."""
 
 
 class RunFile(Strict):
-    """Which run a directory holds."""
+    """The contents of run.json: which run the directory belongs to."""
 
     model_config = ConfigDict(extra="ignore")  # an earlier version wrote the seed, too
 
@@ -53,7 +53,7 @@ class RunFile(Strict):
     session: int = Field(ge=1)
     """Number of starts."""
     anew: bool = False
-    """The backend must still be reset to step 0."""
+    """Whether the backend must still be reset to step 0."""
     replaces: str | None = None
     """The run that it replaces (`--fresh`)."""
     facts: dict[str, Any]
@@ -78,9 +78,9 @@ class Journal:
         self.session = run.session
         """Number of starts; part of rollout ids, so that no id is used twice."""
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
-        """The file that was read last, and its rollouts by round."""
+        """The file that was read last, with its rollouts by round."""
         for path in (directory / "trajectories").glob("*.jsonl"):
-            open_lines(path).close()  # which cuts a torn last line
+            open_lines(path).close()  # removes a torn last line
 
     @classmethod
     def open(cls, directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool = False) -> Self:
@@ -134,7 +134,7 @@ class Journal:
             _index(self._indexed[1], record)
 
     def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
-        """Finished rollouts in order; of one that was run again, the last record."""
+        """Finished rollouts in order; for one that was run again, only the last record."""
         path = self._rollouts(split, epoch)
         if self._indexed is None or self._indexed[0] != path:
             rounds: dict[int, Rollouts] = {}
@@ -202,7 +202,7 @@ class Start:
     resumed: RunFile | None = None
     """The run to resume; None for a new one."""
     aside: Path | None = None
-    """New place of the earlier run's directory; None if it is not moved."""
+    """Where the earlier run's directory is moved to; None if it stays."""
     replaced: str | None = None
     """Id of the earlier run."""
 
@@ -259,8 +259,8 @@ async def run_recorded(
         if not failure or failure.kind == "policy" or failure.reason == "evaluator":
             break
         record = await run(rollout_id(run_id, **place, retry=retry))
-    # The event first: a kill in between runs the rollout again, and the later event counts. The other
-    # way round, a resumed run would have no event of it.
+    # The event first: after a kill in between, the rollout is run again and the later event counts.
+    # In the opposite order, a resumed run would lack the event.
     if events is not None:
         events.append("rollout", **event_fields(record))
     if journal is not None:
@@ -294,7 +294,7 @@ def rollout_id(
 def _resume(directory: Path, run: RunFile, fingerprint: Mapping[str, Any]) -> RunFile:
     """The run with one more start; one without rollouts and jobs accepts a changed configuration."""
     update: dict[str, Any] = {"session": run.session + 1}
-    written = ("trajectories/*.jsonl", "submissions/*.json")  # a dataset's run has only the latter
+    written = ("trajectories/*.jsonl", "submissions/*.json")  # a run on a dataset has only jobs
     if not any(path for pattern in written for path in directory.glob(pattern)):
         # The server was unreachable, or preflight failed; the mistake may be fixed now.
         return run.model_copy(update=update | {"facts": dict(fingerprint)})

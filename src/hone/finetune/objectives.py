@@ -1,7 +1,7 @@
-"""Trainers with another objective than the reward: `dpo_trainer` and `sft_trainer`.
+"""Trainers with objectives other than the reward: `dpo_trainer` and `sft_trainer`.
 
 In:   groups of rollouts, or conversations and pairs of a dataset (dataset_builder.py)
-Out:  the same loop, files and events as of `openpipe_art_trainer`; jobs with the loss dpo or sft
+Out:  the same loop, files and events as `openpipe_art_trainer`; jobs with the loss dpo or sft
 
 The loss is a key of the job, so that everything else is shared: the journal, idempotency keys,
 resuming, validation and the report. The keys are in the journaled submission, and a job that is sent
@@ -32,7 +32,8 @@ class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
     """
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is held to the reference; smaller values let it move further."""
+    """How strongly the policy is kept close to the reference; smaller values let it move
+    further."""
     pairs: Literal["best_worst", "all"] = "best_worst"
     """One pair per group, of the best and the worst trajectory by reward; or every pair with unequal
     rewards."""

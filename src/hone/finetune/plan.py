@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def is_too_small(self) -> bool:
-        """Whether so few steps at this learning rate hardly change the model."""
+        """Whether the learning rate and the number of steps are too small to change the model."""
         return 0 < self.moved < HARDLY
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Plan:
 
 
 def plan(document: Document, examples: int) -> Plan:
-    """The size of a run over so many examples."""
+    """The size of a run over this many examples."""
     config, adapter = document.finetuning, art_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     rounds = rounds_of(range(of_epoch), config.groups_per_step)
@@ -106,7 +106,7 @@ async def dry_run(
     *,
     fresh: bool,
 ) -> tuple[list[str], str | None]:
-    """Lines to print, and why the run refuses to start, if it does.
+    """Lines to print, and the reason if the run would refuse to start.
 
     `validation` is the document of --validation_config_file.
     """
@@ -181,7 +181,7 @@ def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -
 def _left(
     run_id: str, planned: Plan, state: RunState, options: FinetuneRunConfig, held_out: int
 ) -> Iterator[str]:
-    """What a resumed run still does, at most; it may have finished rollouts already."""
+    """What a resumed run still has to do, at most; some rollouts may be finished already."""
     if state.is_finished(planned.epochs):
         yield f"run           {run_id} is finished, nothing to do"
         return

@@ -172,8 +172,8 @@ async def _llms(
 
 
 async def _reaches(llm: LLM, server: ModelServer, run_id: str) -> Check:
-    """Request one token, and check that it has all that training needs."""
-    import openai  # here: it takes a second
+    """Request one token, and check that the response has everything that training needs."""
+    import openai  # imported here: it takes a second
 
     name, where = f"llm {llm.name}", f"llms.{llm.name} ({llm.model!r} at {llm.base_url})"
     id = f"{run_id}:preflight.{secrets.token_hex(6)}"

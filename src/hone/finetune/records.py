@@ -97,7 +97,7 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
 
 
 def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
-    """Its reward, or the one of `on_policy_failure`; None if it is dropped."""
+    """The record's reward, or that of `on_policy_failure`; None if it is dropped."""
     if record.failure_kind != "policy":
         return record.reward
     return None if config.on_policy_failure == "drop" else config.on_policy_failure.reward
@@ -140,7 +140,7 @@ def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:
 
 
 def _call_record(call: SeenCall, conversation: list[dict[str, Any]]) -> CallRecord:
-    """The call; its text only where it is not part of the last conversation."""
+    """The call; its text is included only if it is not part of the last conversation."""
     usage, messages, reply = call.usage or {}, call.messages or [], call.reply
     held = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
     return CallRecord(

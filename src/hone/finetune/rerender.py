@@ -77,7 +77,7 @@ def _continues(
 
 
 def _identity(message: Message) -> tuple[Any, ...]:
-    """The parts by which messages are compared; clients differ in how they omit the others."""
+    """The parts of a message that are compared; clients differ in how they omit the others."""
     calls = [
         (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
         for call in message.get("tool_calls") or ()
@@ -154,7 +154,7 @@ def _pairs(trajectory: Trajectory) -> list[DPOItem]:
 
 
 def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
-    """The two answers as a group of their own, with rewards 1 and 0."""
+    """The two answers as a separate group, with rewards 1 and 0."""
     prompt: list[dict[str, Any]] = [{"role": "user", "content": item.prompt}]
     if not isinstance(item.prompt, str):
         prompt = [{**message.model_dump(), "weight": 0} for message in item.prompt]
@@ -171,7 +171,7 @@ def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
 
 
 def _wrong_order(trajectory: Trajectory) -> str | None:
-    """What is wrong with an agent's messages that are sent as text; a dataset's are in any order."""
+    """What is wrong with the order of an agent's messages; a dataset's may be in any order."""
     metadata = trajectory.metadata or {}
     if metadata.get("from_dataset") or _calls(trajectory) is not None:
         return None

@@ -120,7 +120,7 @@ class RunState:
             return self._planned[1]
         config = self.config
         drawn = epoch_of(items, seed=config.seed, epoch=epoch, size=config.examples_per_epoch)
-        # The curriculum as the epoch began: its first rounds must not change its last ones.
+        # The curriculum at the start of the epoch: early rounds must not change later ones.
         planned = set(self.curriculum(before=epoch).plan([item.id for item in drawn], epoch))
         rounds = [
             RoundPlan([item for item in some if item.id in planned], [item.id for item in some])
@@ -161,7 +161,7 @@ def epoch_of(examples: Sequence[T], *, seed: int, epoch: int, size: int | None =
         if len(drawn) < size:
             again = list(range(len(examples)))
             random.Random(f"{seed}:{past}").shuffle(again)
-            # Examples that this epoch has already come last.
+            # Examples that are already in this epoch come last.
             again.sort(key=set(drawn).__contains__)
             missing = size - len(drawn)
             drawn, waiting = drawn + again[:missing], again[missing:]

@@ -2,11 +2,11 @@
 
 In:   an Evaluation, the examples and generations to run, the rollouts that are known already
 Out:  a RolloutRecord for each, in the journal and in the events
-      unscored/epoch_NNN.jsonl: rollouts that have ended, until all of their group have a reward
+      unscored/epoch_NNN.jsonl: rollouts that have ended, until their whole group has rewards
 
-Some rewards compare the rollouts of an example. Such a rollout is in the journal once it has a
-reward, which takes the whole group. What ended before is on disk at once, so that a killed run does
-not sample it again.
+Some rewards compare the rollouts of an example. Such a rollout enters the journal once it has a
+reward, which requires the whole group. Until then it is in the unscored file, so that a killed run
+does not sample it again.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ class Rollouts:
         self._unscored: Path | None = None
         self._ended: dict[tuple[str, int], tuple[str, EvalInputItem]] = {}
         self._groups: dict[str, RolloutGroup] = {}
-        """By example; none if the reward compares nothing."""
+        """The groups by example; empty if the reward does not compare rollouts."""
         if evaluation.compares(self._evaluators):
             self._unscored = None if journal is None else journal.unscored(split, epoch)
             ended = _read(self._unscored, round, {item.id: item for item in items})
@@ -83,7 +83,8 @@ class Rollouts:
             for item in items:
                 self._groups[item.id] = RolloutGroup(
                     members=[k for k in generations if (item.id, k) not in known],
-                    # The others are compared with those that have a reward, which do not change.
+                    # New rollouts are compared with those that have a reward, whose rewards do not
+                    # change.
                     ended={
                         k: one for (example, k), (_, one) in ended.items() if example == item.id
                     },
@@ -130,8 +131,8 @@ class Rollouts:
     def close(self, records: Iterable[RolloutRecord]) -> None:
         """Remove the file of unscored rollouts, unless one of them would be run again.
 
-        A rollout that is run again in a later start is compared with those that have a reward, which
-        only this file has whole.
+        A rollout that is run again in a later start is compared with those that have a reward, and
+        only this file has them whole.
         """
         again = any(record.failure_kind == "infrastructure" for record in records)
         if self._unscored is not None and not again:

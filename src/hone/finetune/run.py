@@ -44,7 +44,7 @@ from hone.workflow.loop import run_loop
 log = logging.getLogger("hone")
 
 LOGGED_CHECKS = ("cost", "movement")
-"""Checks whose message is logged even if they pass."""
+"""Checks whose messages are logged even if they pass."""
 COMPLETED = TrainingStatusEnum.COMPLETED
 COMPARED_VALIDATION = (
     "the evaluator {reward!r} compares the rollouts of one policy with each other, so the validation "
@@ -126,7 +126,7 @@ class Run:
     loggers: Loggers
     secrets: Secrets
     began: float
-    """When the command was typed."""
+    """When the command started."""
 
     def __post_init__(self) -> None:
         assert self.config.reward_name is not None, "no run is read without one"
@@ -143,7 +143,7 @@ class Run:
             status, message = self._verdict(statuses)
         except HoneError as error:
             status, message = TrainingStatusEnum.FAILED, str(error)
-        if self.interrupts.received:  # also where it failed on its way out
+        if self.interrupts.received:  # also if closing failed
             raise asyncio.CancelledError
         history = self.state.history
         self.events.append(
@@ -299,7 +299,7 @@ class Run:
         return INTERRUPTED
 
     def _write_configuration(self) -> None:
-        import yaml  # here, because `import hone.finetune.run` should stay quick
+        import yaml  # imported here: `import hone.finetune.run` should stay quick
 
         text = yaml.safe_dump(self.secrets.hide(self.document.loaded.data), sort_keys=False)
         write_atomic(self.config.output_dir / "config_effective.yml", text)
@@ -308,7 +308,7 @@ class Run:
         """Write the report; there is none for a run that never started."""
         if not self.state.history.sessions:
             return
-        from hone.report import report  # here, because it draws
+        from hone.report import report  # imported here: it loads matplotlib
 
         report.write(self.config.output_dir, brief=brief)
         log.info("Report: %s", self.config.output_dir / "report.html")

@@ -1,7 +1,7 @@
-"""THE CLIENT LOOP. It turns once an epoch: validate, collect, select, submit, wait, log.
+"""THE CLIENT LOOP. Each epoch: validate, collect, select, submit, wait, log.
 
 In:   a TrajectoryBuilder, a TrainerAdapter, the `finetuning:` section, the run's journal and events
-Out:  one TrainingJobStatus an epoch; everything else is in events.jsonl
+Out:  one TrainingJobStatus per epoch; everything else is in events.jsonl
 
     run                       every epoch that is not done yet
       _validate                 held-out reward: before the first epoch, at each interval, at the end
@@ -9,8 +9,8 @@ Out:  one TrainingJobStatus an epoch; everything else is in events.jsonl
         run_epoch                 collect -> select -> journal -> submit
         _wait                     until the job has ended and its step is served
 
-The trainer has no memory of its own: resume.py reads from the run's events what is done, in this
-process or in one that was killed. A submission is in the journal before it is sent, with an
+The trainer keeps no state: resume.py derives what is done from the run's events, whether this
+process or a killed one wrote them. A submission is in the journal before it is sent, with an
 idempotency key by which the server recognizes it.
 """
 
@@ -69,7 +69,7 @@ class ARTTrainer(Trainer):
         """The policy step that is served now."""
         self._opened = ExitStack()
         self._is_alone = False
-        """Whether it runs without `hone finetune`, which draws the last plot for its report."""
+        """Whether it runs without `hone finetune`, which draws the final plot itself."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Connect the backend, and resume the run where its events end."""
@@ -198,7 +198,7 @@ class ARTTrainer(Trainer):
         if self.validation is None:
             return
         if not self.state.is_validated(epoch):
-            outcome = {"step": self._step, "rewards": {}, "failures": 0}  # which a plugin may lack
+            outcome = {"step": self._step, "rewards": {}, "failures": 0}  # a plugin may not have it
             outcome |= await self.run_validation_evaluation(epoch, self.journal.run_id)
             outcome.pop("dataset_type", None)
             self._validator.record("validation", outcome)
@@ -283,7 +283,7 @@ class ARTTrainer(Trainer):
         """The groups to train on this epoch.
 
         `metadata` of the collection has the `round` and the ids of its `examples` before the
-        curriculum skipped any; without them the collection is taken for the whole epoch.
+        curriculum skipped any; without them, the collection is treated as the whole epoch.
         """
         place, comparison = trajectory_collection.metadata or {}, self._adapter.comparison
         return self._curriculum.select(

@@ -49,7 +49,7 @@ class Validator:
         self.evaluation, self.config, self.adapter = evaluation, config, adapter
         self.journal, self.events, self.state = journal, events, state
         self._sent: dict[int | None, dict[str, float]] = {}
-        """What this process sent the backend about each validated step."""
+        """The metrics that this process sent to the backend, by validated step."""
 
     async def validate(
         self, epoch: int, step: int | None, *, final: bool = False
