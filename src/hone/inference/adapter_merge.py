@@ -3,11 +3,11 @@
 In:   the adapters of every pass, and how many rows each computed
 Out:  the decoder for the next pass
 
-An adapter computed beside the weights costs every row two more products per layer. A merge costs as
-much as MERGE_AFTER rows lose by that, so it starts once an adapter has computed that many: the total is
-at most twice that of the better choice. One layer is merged before each pass, so that no pass waits for
-all of them and the same requests always run the same kernels. A pass with several adapters uses the
-unmerged weights.
+An unmerged adapter costs every row two more matrix products per layer. A merge costs as much as
+MERGE_AFTER rows lose by that, so it starts once an adapter has computed that many rows: the total
+cost is at most twice that of the better choice. One layer is merged before each pass, so that no
+pass waits for all of them and the same requests always run the same kernels. A pass with several
+adapters uses the unmerged weights.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from hone.models.fit import available_memory
 from hone.models.lora import Lora
 
 MERGE_AFTER = 2048
-"""Rows. Measured on two Neoverse-N1 cores with a model of 135M parameters."""
+"""Number of rows. Measured on two Neoverse-N1 cores with a 135M-parameter model."""
 MEMORY_SHARE = 4
-"""Weights are copied if they take less than 1 / this of the free memory."""
+"""Weights are copied if they need less than this fraction (1 / N) of the free memory."""
 
 
 class AdapterMerger:
@@ -37,7 +37,7 @@ class AdapterMerger:
         self._copy: Decoder | None = None
 
     def decoder(self, rows: int, adapters: Sequence[Span]) -> tuple[Decoder, Sequence[Span]]:
-        """The decoder for a pass of `rows` rows, and the adapters it does not hold yet."""
+        """The decoder for a pass of `rows` rows, and the adapters that are not merged into it."""
         only = adapters[0][2] if len(adapters) == 1 and adapters[0][:2] == (0, rows) else None
         if only is None:
             return self._decoder, adapters
@@ -55,7 +55,7 @@ class AdapterMerger:
             self._adapter, self._rows, self._layers, self._copy = None, 0, [], None
 
     def _merge_next_layer(self, lora: Lora) -> None:
-        """Merge one more layer, if the number type allows it and the memory suffices."""
+        """Merge one more layer, if the dtype allows it and there is enough memory."""
         if self._decoder.dtype != torch.float32:
             return
         if not self._layers and not has_memory_for_copy(self._decoder):
@@ -66,5 +66,5 @@ class AdapterMerger:
 
 
 def has_memory_for_copy(decoder: Decoder) -> bool:
-    """Whether the free memory suffices for one more copy of the matrices."""
+    """Whether there is enough free memory for one more copy of the matrices."""
     return decoder.nbytes < available_memory(str(decoder.device)) // MEMORY_SHARE

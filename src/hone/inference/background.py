@@ -1,12 +1,12 @@
-"""Run work beside the engine's own thread: load, fuse and hash weights.
+"""Run work in parallel with the engine's own thread: load, fuse and hash weights.
 
 In:   a function
 Out:  its result, as a Future
 
-Each call gets a new thread, which ends with it. OpenMP keeps a thread pool for every thread that has
-computed once; where pools outnumber the cores OpenMP stops spinning while it waits, and the engine's
-steps become 7% slower. Work that runs while samples run has low priority: on two cores this shortens
-the pause that a publish causes by a tenth.
+Each call gets its own thread, which ends with it. OpenMP keeps a thread pool for every thread that
+has ever computed; if there are more pools than cores, OpenMP stops spinning while it waits, and the
+engine's steps become 7% slower. Work that runs while requests are sampled has low priority: on two
+cores this shortens the pause caused by a publish by a tenth.
 """
 
 import threading
@@ -23,7 +23,7 @@ LOWEST_PRIORITY = 19
 
 
 def run_in_background(function: Callable[[], T], *, low_priority: bool = False) -> Future[T]:
-    """Run a function on a new thread; with `low_priority` it yields the cores to other threads."""
+    """Run a function on a new thread; with `low_priority`, other threads get the cores first."""
     future: Future[T] = Future()
 
     def run() -> None:

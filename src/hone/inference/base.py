@@ -3,8 +3,8 @@
 In:   prompt ids, Sampling, the adapter to answer with
 Out:  Deltas as they are sampled; one Finish per sample
 
-An adapter is named by the hash of its weights, never by a step number or a path: two adapters that
-had the same name at different times must not share a cache, nor be mistaken for each other.
+An adapter is identified by the hash of its weights, never by a step number or a path: two adapters
+that had the same name at different times must not share a cache or be confused.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -46,28 +46,28 @@ class Sampling:
     n: int = 1
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 is greedy, with the log-probabilities of temperature 1."""
+    """0 means greedy, with log-probabilities at temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
     min_p: float = 0.0
     seed: int | None = None
-    """None: a random one. The sample's index is mixed in, so the n samples differ."""
+    """None means random. The sample's index is mixed in, so the n samples differ."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer. Their ids are kept; the reader cuts the text."""
     stop_ids: tuple[int, ...] = ()
     top_logprobs: int = 0
     """Number of most likely tokens to report with each sampled token."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has already."""
+    """Subtracted from the logits of tokens that are already in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once for every time the answer has it already."""
+    """Subtracted from a token's logit once for every occurrence in the answer so far."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens in prompt and answer, and multiplies negative ones."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, each with a number that is added to its logit before the penalties."""
+    """Token ids with the value added to each one's logit, before the penalties."""
     constraint: Constraint | None = None
-    """The answer's text must match it. The tokenizer's end token then ends the answer too."""
+    """The answer's text must match this. The tokenizer's end token then also ends the answer."""
 
     @property
     def truncates(self) -> bool:
@@ -82,24 +82,26 @@ class Sampling:
 
     @property
     def narrowed(self) -> bool:
-        """Whether the draw may be from another distribution than the model's."""
+        """Whether tokens may be drawn from a distribution other than the model's own."""
         changes = self.constraint is not None or bool(self.logit_bias)
         return changes or self.penalizes or self.truncates
 
 
 class SampledToken(NamedTuple):
-    """One drawn token and its log-probability. A tuple, because thousands are made every second."""
+    """One sampled token and its log-probability. A tuple: thousands are created per second."""
 
     id: int
     logprob: float
-    """Temperature-scaled, of the model's own distribution; of the narrowed one if not `exact`."""
+    """Temperature-scaled log-probability in the model's own distribution; after masking if not
+    `exact`."""
     masked_logprob: float | None = None
-    """After logit_bias, penalties, the constraint, top-p, top-k and min-p; None where they changed
-    nothing."""
+    """The log-probability after logit_bias, penalties, the constraint, top-p, top-k and min-p; None
+    if they changed nothing."""
     exact: bool = True
-    """False if the draw was narrowed and the engine knows only the log-probability after that."""
+    """False if the distribution was masked and the engine knows only the log-probability after
+    that."""
     forced: bool = False
-    """The constraint left no other token a chance."""
+    """Whether the constraint allowed no other token."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens at this position with their logprobs, best first."""
 
@@ -122,11 +124,12 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     masked_logprobs: list[float | None] | None = None
-    """None for a token whose draw was not narrowed; None altogether if none was."""
+    """None for tokens whose distribution was not masked; None instead of the list if no token's
+    was."""
     exact: bool = True
-    """Whether every log-probability is of the model's own distribution."""
+    """Whether every log-probability is that of the model's own distribution."""
     forced: list[int] = field(default_factory=list)
-    """Places of the tokens that a constraint forced."""
+    """Positions of the tokens that a constraint forced."""
     top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish: FinishReason = "abort"
     stop: str | int | None = None
@@ -152,9 +155,9 @@ class Probe:
     """What the engine really serves: read from its own tensors, not from the request."""
 
     sha256: str | None
-    """Hash of the adapter; None if the engine cannot show its tensors, or was not asked."""
+    """Hash of the adapter; None if the engine cannot read its tensors, or was not asked to."""
     logprobs: tuple[tuple[float, ...], ...]
-    """Per sequence, of every token but the first, at temperature 1."""
+    """Log-probabilities at temperature 1, per sequence, of every token except the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +170,10 @@ class EngineStats:
     prompt_tokens: int
     prefilled_tokens: int
     decoded_tokens: int
-    """Sampled tokens that were computed to draw the next; once for samples with equal tokens."""
+    """Sampled tokens that were fed back to the model; samples with equal tokens count once."""
     sampled_tokens: int
     kv_budget_bytes: int | None
-    """Size of the KV cache. None, here and below: the engine does not know."""
+    """Size of the KV cache. None, here and below, if the engine does not know."""
     kv_reserved_bytes: int | None
     kv_cached_bytes: int | None
     held_s: float
@@ -187,7 +190,7 @@ class Engine(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum tokens of a prompt and its answer together."""
         ...
 
     @property
@@ -196,10 +199,10 @@ class Engine(Protocol):
         ...
 
     async def check(self, sampling: Sampling) -> None:
-        """Refuse settings that cannot be sampled with: a constraint that does not compile.
+        """Refuse unusable sampling settings, such as a constraint that does not compile.
 
-        Raises GrammarError or ConfigError, which name what is wrong. The work is done once for a
-        constraint, and not on the event loop.
+        Raises GrammarError or ConfigError, which say what is wrong. A constraint is compiled once,
+        and not on the event loop.
         """
         ...
 
@@ -213,8 +216,7 @@ class Engine(Protocol):
     ) -> AsyncIterator[Delta]:
         """Sample; closing the iterator early aborts the request. `adapter` None is the base model.
 
-        Without `stream` the caller needs the answers only whole: an engine may yield each of them
-        as one delta.
+        Without `stream`, an engine may yield each answer as a single delta.
         """
         ...
 
@@ -235,7 +237,7 @@ class Engine(Protocol):
     ) -> Probe:
         """The hash of the weights really served, and the log-probabilities they give.
 
-        Without `with_hash` the caller needs no hash: an engine may leave it out.
+        Without `with_hash`, an engine may leave the hash out.
         """
         ...
 

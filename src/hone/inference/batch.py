@@ -26,7 +26,7 @@ from hone.models.layers import wide_product
 from hone.models.lora import Lora
 
 Masks = dict[int | None, Tensor | None]
-"""By the layer's window; None: nothing is masked."""
+"""Masks by the layer's window; None if nothing is masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class Batch:
         keys, values = keys[:, :, : decode.longest], values[:, :, : decode.longest]
         slot, slot_lse = _attention(queries, keys, values, decode.masks[window])
         prompt, prompt_lse = decode.attend_prompts(layer, window, queries)
-        # Two parts of one softmax, weighted by their normalisers.
+        # Two parts of one softmax, weighted by their normalizers.
         share = torch.sigmoid(prompt_lse - slot_lse)[..., None].to(slot.dtype)
         torch.lerp(slot, prompt, share, out=out.view(queries.shape))
 
@@ -192,7 +192,7 @@ class Batch:
         groups: dict[int, tuple[Block, list[int]]] = {}
         for slot, sequence in enumerate(pool.sequences):
             groups.setdefault(id(sequence.block), (sequence.block, []))[1].append(slot)
-        if min(lengths) == longest - 1:  # equally long, as samples are that began together
+        if min(lengths) == longest - 1:  # all equally long: samples that began together
             new_keys: tuple[Any, ...] = (slice(None), slice(None), longest - 1)
         else:
             new_keys = (torch.arange(len(lengths), device=device), slice(None), decoded)
@@ -213,7 +213,7 @@ class Batch:
         for batch in pool.prompt_batches.update(blocks) if blocks else ():
             slots = [[] if block is None else groups[id(block)][1] for block in batch.blocks]
             if len(slots) * max(map(len, slots)) > 2 * sum(map(len, slots)):
-                continue  # one prompt has most of the sequences: padding would cost more than calls
+                continue  # most sequences have one prompt: padding would cost more than calls
             parts.append((batch.k, batch.v, {None: batch.mask}, slots))
             for block in batch.present:
                 del unbatched[id(block)]
@@ -252,7 +252,7 @@ def _index(slots: list[int], device: torch.device) -> Tensor | slice:
 
 
 def _causal(chunk: Chunk, window: int | None, device: torch.device) -> Tensor | None:
-    """[tokens, keys] bool; None where plain causal attention suffices."""
+    """[tokens, keys] bool; None if plain causal attention is enough."""
     if chunk.start == 0 and (window is None or chunk.stop <= window):
         return None
     queries = torch.arange(chunk.start, chunk.stop, device=device)[:, None]

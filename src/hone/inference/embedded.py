@@ -103,14 +103,14 @@ class EmbeddedEngine:
     ) -> "EmbeddedEngine":
         """Find a model by name, check that it fits into memory, load it and start.
 
-        The default device and number type are those of `models.machine.choose`.
+        The default device and dtype are those of `models.machine.choose`.
         """
         files = find(name)
         try:
             DecoderConfig.parse(files.config, where=str(files.path / "config.json"))
         except ModelUnsupported as error:
             raise ModelUnsupported(
-                f"{error}\nThis is about the embedded engine: vLLM serves more families. Install "
+                f"{error}\nThis limit is the embedded engine's; vLLM serves more families. Install "
                 "vLLM and start the server with --engine vllm."
             ) from None
 
@@ -132,7 +132,7 @@ class EmbeddedEngine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the weights."""
+        """The dtype of the weights."""
         return self._decoder.dtype
 
     # ---- called from event loops ------------------------------------------------------------
@@ -159,7 +159,7 @@ class EmbeddedEngine:
         sampling: Sampling,
         adapter: AdapterRef | None = None,
         *,
-        stream: bool = True,  # every step is delivered as it is taken: it costs nothing
+        stream: bool = True,  # every step is delivered immediately, which costs nothing
     ) -> AsyncIterator[Delta]:
         lora = None if adapter is None else self._adapter(adapter)
         has_decode, config = self._runner.decode is not None, self._decoder.config
@@ -270,7 +270,7 @@ class EmbeddedEngine:
             )
 
     async def sleep(self) -> None:
-        """Finish what runs, hold new requests, and free the KV cache."""
+        """Finish running requests, hold new ones, and free the KV cache."""
         asleep: Future[None] = Future()
         with self._wakeup:
             self._check_open()
@@ -355,7 +355,7 @@ class EmbeddedEngine:
             scheduler.update(new)
             self._scorer.resolve()
             scheduler.set_probe_bytes(self._scorer.nbytes)
-        # Last, so that the memory of a finished request is free before its reader sees the end.
+        # Last, so that a finished request's memory is free before its reader sees the end.
         for loop, deltas in drawn.items():
             deliver(loop, deltas)
 
@@ -384,7 +384,7 @@ class EmbeddedEngine:
             raise self._ended()
 
     def _ended(self) -> EngineError:
-        """Why a request cannot be finished."""
+        """The error for a request that cannot be finished."""
         if self._failure is None:
             return EngineError("the engine was closed; the request was not finished")
         return EngineFailed(

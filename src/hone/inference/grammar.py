@@ -1,11 +1,11 @@
-"""Grammars: a constraint and a tokenizer to the tokens that an answer may continue with.
+"""Grammars: which tokens may come next in an answer, given a constraint and a tokenizer.
 
 In:   a Constraint; the tokenizer, and the size of the model's vocabulary
-Out:  a Matcher for every sample: a mask over the vocabulary before each draw
+Out:  a Matcher for every sample: a mask over the vocabulary for each token
 
-The library llguidance computes the masks. A constraint is compiled once and copied for every sample,
-which shares nothing with the others. A constraint comes from a client, so it is first checked in a
-process that may crash or be ended: grammar_check.py.
+The library llguidance computes the masks. A constraint is compiled once and copied for every
+sample. Constraints come from clients, so each is first checked in a separate process that may crash
+or be killed (grammar_check.py).
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from hone.inference.grammar_check import compile_grammar, make_tokenizer
 CACHED = 64
 """Compiled constraints that are kept for each tokenizer."""
 DEADLINE_S = 5.0
-"""Most seconds of CPU time that the check of one constraint may take."""
+"""Maximum CPU time in seconds for checking one constraint."""
 STALLED_S = 60.0
-"""For an answer of the checking process, which may have to start first, on a busy machine."""
+"""Timeout for a reply of the checking process, which may have to start first on a busy machine."""
 ENDING_S = 5.0
-"""For a process that has closed its output to end."""
+"""Timeout for a process to end after it has closed its output."""
 MESSAGE_CHARACTERS = 600
 
 
@@ -53,7 +53,7 @@ class Matcher:
         self._stop_ids = [token for token in stop_ids if token < vocab]
         self._lost = False
         self.error = ""
-        """Why the answer cannot go on; empty while it can."""
+        """Why the answer cannot continue; empty while it can."""
 
     def allowed(self) -> NDArray[np.bool_]:
         """A mask [vocab]; at least one token is allowed."""
@@ -78,9 +78,10 @@ class Matcher:
             self.error = self._matcher.get_error()
 
     def follow(self, ids: Sequence[int]) -> list[bool | None]:
-        """Follow tokens that another engine drew: whether each was the only one allowed.
+        """For tokens that another engine sampled: whether each was the only one allowed.
 
-        None from a token on that this matcher does not allow: it cannot follow the answer further.
+        None from the first token on that this matcher does not allow: it cannot follow the answer
+        any further.
         """
         alone: list[bool | None] = []
         for token in ids:
@@ -138,7 +139,7 @@ class Grammars:
         ]
 
     def close(self) -> None:
-        """End the check under way; those that wait for it get an error."""
+        """Stop the running check; requests that wait for it get an error."""
         self._closed = True
         self._queue.shutdown(wait=False)
         self._checker.close()
@@ -196,7 +197,7 @@ class Grammars:
 async def start_matchers(
     grammars: Grammars | None, sampling: Sampling, count: int
 ) -> list[Matcher] | None:
-    """Matchers for `count` answers, compiled beside the event loop; None without a constraint."""
+    """Matchers for `count` answers, compiled off the event loop; None without a constraint."""
     constraint = sampling.constraint
     if constraint is None:
         return None
@@ -264,7 +265,8 @@ class _Checker:
 
 
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
-"""What a grammar does to the process. The kernel's OOM killer sends SIGKILL, whoever needs memory."""
+"""Exit statuses that a grammar can cause. SIGKILL is not one of them: the kernel's OOM killer sends it,
+whichever process used the memory."""
 _NAMES = {"json_schema": "this JSON schema", "regex": "this regex", "grammar": "this grammar"}
 
 

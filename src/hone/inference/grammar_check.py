@@ -1,12 +1,12 @@
-"""Runs as a process of its own: checks constraints, so that a bad one ends this process only.
+"""Check constraints in a separate process, so that a bad one crashes only this process.
 
-In:   lines of JSON on stdin: first the tokenizer and the deadline, then one grammar a line
+In:   lines of JSON on stdin: first the tokenizer and the deadline, then one grammar per line
 Out:  a line of JSON for each: what is wrong with it, or nothing
 
-llguidance 1.9 limits the size of a grammar, and yet a few lines of Lark make it overflow the stack,
-and a JSON schema with a dozen patterns in one `allOf` takes minutes. A thread can be stopped in
-neither case. Here a timer ends the process, as a crash does, and the reader sees the end of the file.
-The stack is smaller than that of the server's threads: what passes here is safe there.
+llguidance 1.9 limits the size of a grammar, but a few lines of Lark can still overflow the stack,
+and a JSON schema with a dozen patterns in one `allOf` takes minutes. A thread cannot be stopped in
+either case. A process can: a timer or a crash ends it, and the reader sees the end of the file. Its
+stack is smaller than that of the server's threads, so what passes here is safe there.
 """
 
 import json
@@ -24,7 +24,7 @@ import llguidance
 MEMORY_BYTES = 4 << 30
 STACK_BYTES = 2 << 20
 STEPS = 32
-"""Tokens of a random answer that the check follows."""
+"""Number of tokens of a random answer that the check follows."""
 _BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
@@ -45,7 +45,7 @@ def check(tokenizer: llguidance.LLTokenizer, source: str) -> str:
     mask = matcher.compute_bitmask()
     error = matcher.get_error()
     choose = random.Random(0)
-    for _ in range(STEPS):  # what a later token makes it compute can overflow the stack too
+    for _ in range(STEPS):  # later tokens can overflow the stack too
         allowed = [8 * i + bit for i, byte in enumerate(mask) for bit in _BITS[byte]]
         if matcher.is_stopped() or not allowed or not matcher.consume_token(choose.choice(allowed)):
             break
@@ -70,7 +70,7 @@ def _answer_lines() -> None:
 
 def main() -> None:
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
-        with suppress(OSError, ValueError):  # not every system has both
+        with suppress(OSError, ValueError):  # not available on every system
             resource.setrlimit(limit, (value, value))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer_lines)

@@ -1,11 +1,11 @@
-"""The prefill queue: prompts to compute, in order, and which of them waits for a shared prefix.
+"""The prefill queue: prompts to compute, in order, and which of them wait for a shared prefix.
 
 In:   blocks to fill
 Out:  the chunks of them that the next pass computes
 
 Requests that arrive together often share a prefix (one system prompt, many questions). The first of
 them computes the prefix; the others wait for it and copy it. A block waits only for one that came
-before it, so no two wait for each other and none waits longer than it would in first-come order.
+before it, so there is no deadlock, and none waits longer than in first-come order.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from hone.inference.prefix_cache import HASH_TOKENS, common_prefix, prefix_hashe
 from hone.models.lora import Lora
 
 MIN_SAVED_TOKENS = 2 * HASH_TOKENS
-"""A block waits only if it saves so many tokens: one more pass costs as much as about 30 tokens."""
+"""A block waits only if that saves this many tokens; one more pass costs about 30 tokens."""
 MIN_SAVED_SHARE = 8
-"""And they must be at least 1 / this of the tokens it has to compute."""
+"""The saved tokens must also be at least this fraction (1 / N) of the tokens to compute."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Pending:
 
 
 class PrefillQueue:
-    """Blocks to fill, first come, first served; filled and abandoned ones leave by themselves."""
+    """Blocks to fill, first come, first served; filled and abandoned ones are removed."""
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
@@ -89,7 +89,7 @@ class PrefillQueue:
             return
         self.clear()
         for pending in unfinished:
-            if pending.orphaned:  # the first of those that waited now computes the prefix
+            if pending.orphaned:  # the first of the waiting blocks now computes the prefix
                 pending.source = self._shared_prefix(pending)
             self._append(pending)
 

@@ -3,7 +3,7 @@
 In:   blocks as they are filled
 Out:  the block of a whole prompt, or the one with the longest common prefix
 
-Every key holds the adapter's hash: keys and values computed under one adapter are wrong under any
+Every key contains the adapter's hash: keys and values computed with one adapter are wrong for any
 other, even one with the same name.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterator, Sequence
 from hone.inference.blocks import Block
 
 HASH_TOKENS = 16
-"""Prefixes are hashed at multiples of so many tokens, so shorter ones are not shared."""
+"""Prefixes are hashed at multiples of this many tokens; shorter ones are not shared."""
 
 
 class PrefixCache:
     """Blocks by the tokens they begin with; unused ones stay until their memory is needed.
 
-    Bytes are counted as blocks come, change hands and go: no call but `forget` visits more blocks
-    than it returns or drops, however many are cached.
+    Bytes are counted incrementally: no method except `forget` visits more blocks than it returns or
+    drops, however many are cached.
     """
 
     def __init__(self) -> None:

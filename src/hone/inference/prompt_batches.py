@@ -18,10 +18,10 @@ from torch import Tensor
 from hone.inference.blocks import Block
 
 MIN_NEW_PROMPTS = 4
-"""So many prompts outside every batch are worth a copy; two if there is no batch."""
+"""Number of unbatched prompts that are worth a copy; two if there is no batch."""
 MASK_BYTES = 4
 MAX_BATCH_SHARE = 4
-"""One batch takes at most 1 / this of the limit, so that rebuilding it stays cheap."""
+"""One batch takes at most this fraction (1 / N) of the limit, so that rebuilding it stays cheap."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class PromptBatch:
 
 
 class MemoryLimit:
-    """Bytes that the prompt batches of all pools may take together."""
+    """Maximum total memory of the prompt batches of all pools."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -94,7 +94,7 @@ class PromptBatches:
         self._batches = []
 
     def update(self, blocks: Sequence[Block]) -> list[PromptBatch]:
-        """Batches over these blocks; a block in none of them is read by itself."""
+        """Batches over these blocks; a block that is in none of them is read separately."""
         here = {id(block) for block in blocks}
         for batch in self._batches:
             batch.blocks = [b if b is not None and id(b) in here else None for b in batch.blocks]
@@ -125,7 +125,7 @@ def _group_by_length(blocks: Sequence[Block], max_bytes: int) -> list[list[Block
     def fits(group: Sequence[Block]) -> bool:
         return _padded_bytes(group) <= min(max_bytes, 2 * sum(block.kv_bytes for block in group))
 
-    if fits(blocks):  # in their own order, so that attention gathers no rows
+    if fits(blocks):  # in their original order, so that attention gathers no rows
         return [list(blocks)] if len(blocks) > 1 else []
     groups: list[list[Block]] = [[]]
     for block in sorted(blocks, key=lambda block: len(block.ids)):
@@ -143,5 +143,5 @@ def _padded_bytes(group: Sequence[Block]) -> int:
 
 def additive_mask(hidden: Tensor) -> Tensor:
     """A mask to add to attention scores: very negative where `hidden`."""
-    # Finite, so that a row of which everything is hidden gives a weight of zero and not NaN.
+    # Finite, so that a fully masked row gives a weight of zero and not NaN.
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -1e30)

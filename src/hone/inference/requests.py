@@ -4,7 +4,7 @@ In:   prompt ids and Sampling
 Out:  Request (one prompt, n samples), Sample (one answer as it grows), Branch (samples of one
       prompt whose tokens are equal so far)
 
-A request that can never fit is refused before it waits: it would block all that came after it.
+A request that can never fit is refused before it is queued: it would block all later ones.
 """
 
 import asyncio
@@ -64,14 +64,14 @@ class Request:
         self.reserved = reserved
 
     def end(self) -> Block:
-        """Give back the prompt's block, so that a reader of the deltas does not keep its memory."""
+        """Release the prompt's block, so that a reader of the deltas does not keep its memory."""
         block, self._block = self.block, None
         return block
 
     def slot_tokens(self) -> int:
-        """Tokens to reserve slots for, as if all samples ran to their limit.
+        """Tokens to reserve slots for, if all samples ran to their limit.
 
-        The last token of an answer is sampled and never computed.
+        The last token of an answer is sampled but never fed back.
         """
         decoded = self.max_tokens - 1
         return len(self.samples) * slot_capacity(decoded) if decoded else 0
@@ -158,9 +158,9 @@ class Sample:
 class Branch:
     """Samples of one prompt that have drawn the same tokens so far: one sequence, computed once.
 
-    Short and structured answers are often equal, and more so as a model is trained: of eight tool
-    calls for one request a trained model writes one or two different ones. Every sample still draws
-    with its own noise, so it gets the tokens it would have got alone.
+    Short and structured answers are often equal, the more so the longer a model is trained: of
+    eight tool calls for one request, a trained model writes one or two different ones. Every sample
+    still uses its own noise, so it gets the same tokens as if it were alone.
     """
 
     def __init__(self, samples: list[Sample], num_decoded: int = 0) -> None:

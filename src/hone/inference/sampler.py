@@ -1,16 +1,16 @@
-"""The sampler: logits to drawn tokens with their log-probabilities.
+"""The sampler: logits to sampled tokens with their log-probabilities.
 
 In:   logits [B, vocab]; for every sample its row, its settings and its own random stream
 Out:  SampledTokens
 
 logit_bias, penalties and the constraint change the logits, in this order and as in vLLM; then the
-temperature divides them, and top-k, top-p and min-p exclude tokens. Both log-probabilities of a token
-are known: before all that, and after it.
+temperature divides them, and top-k, top-p and min-p exclude tokens. The sampler reports both
+log-probabilities of a token: before all of these changes, and after them.
 
 A draw adds Gumbel noise in two levels: first it picks a block of the vocabulary, then a token in it.
 The distribution is exact, and a draw changes only where two perturbed scores are a rounding error
 apart. Inverse-CDF sampling flips 6% of 32-token completions when the batch around a row changes,
-because every one of 49,152 boundaries moves a little; this flips none that we could find.
+because every one of 49,152 boundaries moves a little; with Gumbel noise, none flipped in our tests.
 """
 
 import math
@@ -28,7 +28,7 @@ from hone.inference.grammar import Matcher
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """How one sample is drawn, and the random stream its noise comes from."""
+    """The settings of one sample, and its random stream."""
 
     sampling: Sampling
     stream: np.random.Generator
@@ -95,7 +95,7 @@ def _distributions(
     """Distinct distributions: logits [D, vocab] over temperature, a sample of each, one per sample.
 
     Samples of one row have drawn the same tokens. With equal settings they share a distribution, so
-    mostly D is B; those with a constraint do not, because each follows it alone.
+    D is usually B. Samples with a constraint do not share, because each has its own matcher.
     """
     numbers: dict[tuple[object, ...], int] = {}
     used: list[int] = []
@@ -126,7 +126,7 @@ def _shape(sampling: Sampling) -> tuple[object, ...]:
 
 
 def _masked(scores: Tensor, samples: Sequence[SampleState]) -> tuple[dict[int, Tensor], set[int]]:
-    """The scores that tokens are drawn from, where these are others; and where one token is left."""
+    """The masked scores of rows where they differ; and rows whose constraint allows one token."""
     masked: dict[int, Tensor] = {}
     forced: set[int] = set()
     for i, sample in enumerate(samples):
@@ -152,7 +152,7 @@ def _masked(scores: Tensor, samples: Sequence[SampleState]) -> tuple[dict[int, T
 
 
 def _adjusted(scores: Tensor, sample: SampleState) -> Tensor | None:
-    """Scores [vocab] after logit_bias and penalties; None where these change nothing.
+    """Scores [vocab] after logit_bias and penalties; None if these change nothing.
 
     They are defined for logits, and scores are logits over the temperature.
     """

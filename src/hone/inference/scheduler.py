@@ -3,12 +3,12 @@
 In:   requests as they arrive, samples as they finish
 Out:  what the next step prefills and decodes
 
-Memory is reserved before a request starts: its prompt, and every sample's slot at its longest. So a
-sample that has started is never preempted, and requests that do not fit wait in order.
+Memory is reserved before a request starts: for its prompt, and for every sample's slot at full
+length. So a sample that has started is never preempted, and requests that do not fit wait in order.
 
 The budget covers all keys and values that exist at any moment: blocks, slot pools with their spare
 slots, prompt batches, and the tensor that is copied while a pool is resized. Memory that is not
-reserved holds prompt batches and cached prompts, which make way for reservations.
+reserved holds prompt batches and cached prompts, which are evicted for reservations.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from hone.inference.slots import SlotPool, group_by_prompt, keep_slots, slot_cap
 from hone.models.decoder import Decoder
 
 PROMPT_BATCH_SHARE = 4
-"""Prompt batches may take 1 / this of the budget, if so much is not reserved."""
+"""Prompt batches may take this fraction (1 / N) of the budget, if that much is not reserved."""
 
 
 class Scheduler:
@@ -66,7 +66,7 @@ class Scheduler:
         return sum(pool.nbytes for pool in self._pools.values())
 
     def _with_copy(self, nbytes: int) -> int:
-        """Bytes of pools, and of the one tensor of them that a resize holds twice."""
+        """Bytes of pools, plus the one tensor that exists twice during a resize."""
         return nbytes + -(-nbytes // (2 * self._config.layers))
 
     def needed(self, request: Request) -> int:
@@ -81,7 +81,7 @@ class Scheduler:
         return len(request.prompt_ids) * self.token_bytes + hidden
 
     def admit(self) -> None:
-        """First come, first served: small requests do not overtake a large one for ever."""
+        """Start requests, first come, first served: small requests cannot starve a large one."""
         while self.waiting:
             request = self.waiting[0]
             if not request.aborted:
@@ -126,7 +126,7 @@ class Scheduler:
         return True
 
     def set_probe_bytes(self, nbytes: int) -> None:
-        """Reserve so much for all probes together."""
+        """Reserve this many bytes for all probes together."""
         if nbytes != self._probe_bytes:
             self._probe_bytes = nbytes
             self._shrink_caches()
@@ -142,9 +142,9 @@ class Scheduler:
             pool.resize(len(pool.sequences))
 
     def _num_slots(self, pool: SlotPool[Branch], sequences: int, samples: int) -> int:
-        """How many slots to allocate in a pool that must hold so many sequences.
+        """How many slots to allocate in a pool that must hold this many sequences.
 
-        More than needed, so that it is seldom copied, as long as the reservation allows it.
+        More than needed, if the reservation allows it, so that the pool is rarely copied.
         """
         if sequences <= pool.num_slots:
             return pool.num_slots
@@ -255,7 +255,7 @@ class Scheduler:
         self._drop_empty_pools()
 
     def clear(self) -> None:
-        """Free the whole KV cache; nothing runs any more."""
+        """Free the whole KV cache. Nothing may be running."""
         self._pools.clear()
         self._prefills.clear()
         self.prefixes = PrefixCache()
@@ -274,7 +274,7 @@ class Scheduler:
     def _cache_answer(self, pool: SlotPool[Branch], slot: int, sample: Sample) -> None:
         """Add prompt and answer to the prefix cache, so that the next turn can start from them.
 
-        Only answers that ended by themselves: one cut at its limit is seldom continued.
+        Only answers that ended normally: one cut at its token limit is rarely continued.
         """
         branch = pool.sequences[slot]
         decoded = branch.num_decoded

@@ -4,8 +4,8 @@ In:   sequences, an adapter
 Out:  the log-probability of every token but the first, once all of them are computed
 
 Sequences go through the same passes as prompts and samples, a chunk at a time, so a probe delays
-samples no longer than a prompt does. They never use the prefix cache: a probe tells what the weights
-give now, not what they once gave.
+samples no longer than a prompt does. They never use the prefix cache: a probe must show what the
+weights compute now, not what they computed earlier.
 """
 
 from collections import deque
@@ -100,7 +100,7 @@ class Scorer:
         return self._prefills.chunks(limit)
 
     def add_states(self, computed: Sequence[tuple[Chunk, Tensor]]) -> None:
-        """Score the tokens after those of the computed chunks by their states [tokens, hidden]."""
+        """Score the tokens that follow the computed chunks, from their states [tokens, hidden]."""
         for chunk, states in computed:
             assert isinstance(chunk.block, ScoredBlock), "prompts and probes have separate queues"
             chunk.block.hidden[chunk.start : chunk.stop] = states

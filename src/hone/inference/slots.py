@@ -24,7 +24,7 @@ MAX_MOVED_TOKENS = 8
 
 
 def slot_capacity(tokens: int) -> int:
-    """Tokens that a slot for so many tokens holds: the next power of two."""
+    """Capacity of a slot for this many tokens: the next power of two."""
     return max(MIN_SLOT_TOKENS, 1 << (tokens - 1).bit_length())
 
 
@@ -48,9 +48,9 @@ S = TypeVar("S", bound=Decoding)
 class SlotPool(Generic[S]):
     """Slots of one capacity for the running sequences of one adapter.
 
-    Used slots are contiguous, so one attention call serves them all; lengths differ by a factor of two
-    at most, so at most half of what it reads is padding. Every layer has tensors of its own: a pool is
-    resized one tensor at a time, and only that one is held twice meanwhile.
+    Used slots are contiguous, so one attention call covers them all; lengths differ by at most a
+    factor of two, so at most half of what it reads is padding. Every layer has its own tensors: a
+    pool is resized one tensor at a time, and only that tensor exists twice meanwhile.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def _resized(tensor: Tensor, num_slots: int, slots: Tensor | None = None) -> Ten
 
 
 def keep_slots(sequences: Sequence[tuple[S, int]]) -> list[tuple[S, int]]:
-    """Sequences with their slots, ordered so that as few as possible change their slot."""
+    """Sequences with their slots, ordered so that as few as possible change slots."""
     placed: list[tuple[S, int] | None] = [None] * len(sequences)
     others: list[tuple[S, int]] = []
     for sequence, slot in sequences:
@@ -158,9 +158,9 @@ def keep_slots(sequences: Sequence[tuple[S, int]]) -> list[tuple[S, int]]:
 
 
 def group_by_prompt(sequences: Sequence[tuple[S, int]]) -> list[tuple[S, int]]:
-    """Sequences with their slots, those of one prompt contiguous, so that attention gathers none.
+    """Sequences with their slots; those of one prompt are contiguous, so that attention copies none.
 
-    Only while they are short, which is when samples diverge: later the copies would cost more.
+    Only while they are short, which is when samples diverge: later, moving them would cost more.
     """
     if max((sequence.num_decoded for sequence, _ in sequences), default=0) > MAX_MOVED_TOKENS:
         return keep_slots(sequences)
