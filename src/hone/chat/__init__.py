@@ -1,1 +1,1 @@
-"""Messages to token ids and back; no engine in sight."""
+"""Messages to token ids and back, without an engine."""

@@ -22,7 +22,7 @@ from hone.chat.template import ChatTemplate
 
 
 class Reason(StrEnum):
-    """Reason a prompt was built as it was, as the metrics name it."""
+    """Why a prompt continues earlier ids or not; the values are metric names."""
 
     FIRST = "first call"
     """The first call of its rollout; outside of rollouts, a call that continues no other."""
@@ -59,7 +59,7 @@ Outcome = Literal["first", "bridged", "re-rendered", "branched"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedCall:
-    """One recorded call: what was fed and sampled, and the messages it stood for."""
+    """One recorded call: the ids that were fed and sampled, and its messages."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -73,7 +73,7 @@ class RenderedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextPrompt:
-    """The ids of the next prompt, and how they were made."""
+    """The ids of the next prompt, and how they were built."""
 
     ids: list[int]
     outcome: Outcome
@@ -92,9 +92,9 @@ class HashedMessages:
 
     messages: list[Message]
     hashes: list[bytes]
-    """Of the meaning of each message."""
+    """Hash of each message's meaning."""
     prefixes: list[bytes]
-    """Of all messages up to and including each."""
+    """Hash of all messages up to and including each one."""
 
     @classmethod
     def of(cls, messages: list[Message]) -> "HashedMessages":
@@ -174,7 +174,7 @@ class Conversation:
     """Calls of one rollout. They may branch: the longest one that can be continued counts."""
 
     def __init__(self, template: ChatTemplate, *, related: bool = True) -> None:
-        """`related`: a call that continues no other still belongs to the same conversation."""
+        """`related`: calls that continue no other one still belong to the same conversation."""
         self._template = template
         self._related = related
         self._calls: list[_Recorded] = []
@@ -183,7 +183,7 @@ class Conversation:
         self._replies: set[bytes] = set()
 
     def add(self, call: RenderedCall, request: HashedMessages | None = None) -> None:
-        """`request`: the call's messages, where they are hashed already."""
+        """`request`: the call's messages, if they are already hashed."""
         request = request or HashedMessages.of(check_messages(call.messages))
         (reply,) = check_messages([call.reply])
         hashed = request.followed_by(reply)
@@ -265,5 +265,5 @@ def _reasoning_changed(recorded: Sequence[Message], sent: Sequence[Message]) -> 
 
 
 def _write_tools(tools: Sequence[dict[str, Any]]) -> str:
-    # Order and spelling are part of the prompt's text, so they are not sorted away.
+    # Order and spelling are part of the prompt's text, so keys are not sorted.
     return json.dumps(list(tools), ensure_ascii=False)

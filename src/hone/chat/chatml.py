@@ -1,4 +1,4 @@
-"""Render ChatML with Hermes tool calls, and extend a sampled conversation without touching it.
+"""Render ChatML with Hermes tool calls, and extend a sampled conversation without changing its ids.
 
 In:   checked Messages and tools; for an extension, the ids that were fed and sampled before
 Out:  token ids

@@ -1,12 +1,12 @@
-"""The constraint on one answer: its output format and its tool calls, around the template's syntax.
+"""The constraint on one answer: its output format and its tool calls, in the template's syntax.
 
 In:   OutputFormat and ToolChoice of a request; the model's chat template; the prompt's ids
 Out:  a Constraint for the engine, or None for a free answer
 
-An output format alone is passed on as it is. Everything else becomes one grammar: tool calls as the
-template writes them with their arguments as JSON, the reasoning before the answer, free text around
-calls of strict functions. The reasoning is free, but the answer cannot end in it: the constraint
-begins when it is closed.
+An output format alone is passed on unchanged. Everything else becomes one grammar: tool calls in
+the template's syntax with their arguments as JSON, the reasoning before the answer, free text
+around calls of strict functions. The reasoning is unconstrained, but the answer cannot end in it:
+the constraint begins where the reasoning is closed.
 """
 
 import json
@@ -23,7 +23,8 @@ from hone.inference.base import Constraint
 from hone.wire.output_format import ANY_OBJECT, OutputFormat, check_nesting
 
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
-"""Between the tokens of JSON. Without a limit small models write line breaks to the end."""
+"""White space between JSON tokens. Without a limit, small models write line breaks until
+max_tokens."""
 
 
 def answer_constraint(
@@ -32,7 +33,7 @@ def answer_constraint(
     output: OutputFormat | None,
     prompt_ids: Sequence[int],
 ) -> Constraint | None:
-    """Raises BadRequest for what cannot be expressed for this template."""
+    """The constraint, or None. Raises BadRequest if it cannot be expressed for this template."""
     calls = choice.constrained or (bool(choice.tools) and output is not None)
     if not calls and output is None:
         return None
@@ -72,8 +73,8 @@ def plain_constraint(output: OutputFormat) -> Constraint:
 
 
 def _symbol(template: ChatTemplate, tag: str) -> str:
-    """A tag of the template as the grammar must name it: as one token, or as text."""
-    # llguidance takes every added token of the form <...> for a special one: no text matches it.
+    """A tag of the template in the grammar's syntax: as one token, or as text."""
+    # llguidance treats every added token of the form <...> as special: no text matches it.
     id = token_id(template.tokenizer, tag)
     return _literal(tag) if id is None else f"<[{id}]>"
 
@@ -119,7 +120,7 @@ def _text_and_calls(template: ChatTemplate, rules: list[str], choice: ToolChoice
 
 
 def _reasoning(reasoning: str, template: ChatTemplate) -> str:
-    """What comes before the answer itself, followed by a space."""
+    """The grammar of the reasoning before the answer, followed by a space."""
     if reasoning == "none":
         return ""
     opening, close = (token_id(template.tokenizer, tag) for tag in (OPEN_THINK, CLOSE_THINK))

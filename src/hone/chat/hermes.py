@@ -5,8 +5,8 @@ Out:  the name and the arguments as soon as they are certain, and the text after
 
 The call ends at the first `</tool_call>` at which its body is a JSON object, and if there is none, at
 the first `</tool_call>`: a tag inside a JSON string does not end it. The call is begun once its body
-reads `{"name": "NAME", "arguments": {`. What was begun has been streamed and stays a call, also if it
-turns out to be malformed. A call in any other form is complete or is none.
+reads `{"name": "NAME", "arguments": {`. A call that has begun has been streamed and remains a call,
+even if it turns out to be malformed. In any other form, only a complete call is one.
 """
 
 import json
@@ -31,19 +31,20 @@ class HermesCall:
         self.name: str | None = None
         """Known once the call is begun."""
         self.body = ""
-        """All of it, known once the call has ended or the text is final."""
+        """The whole body, known once the call has ended or the text is final."""
         self.rest: str | None = None
         """The text after the call, once it has ended."""
         self._text = ""
         self._read = 0
-        """Characters that were read; behind them may be a part of a tag or of an escape."""
+        """Number of characters read; the rest may be part of a tag or of an escape sequence."""
         self._end: int | None = None
         self._depth = 0
         self._opened = 0
-        """Objects and lists seen so far."""
+        """Number of objects and lists seen so far."""
         self._in_string = False
         self._line_break = False
-        """The string holds a line break or another control character, which JSON does not allow."""
+        """The string contains a line break or another control character, which JSON does not
+        allow."""
         self._quoted_tag: int | None = None
         """The first `</tool_call>`, if it is inside a string."""
         self._string_ended = False
@@ -54,7 +55,7 @@ class HermesCall:
 
     @property
     def arguments(self) -> str:
-        """All that was returned of them."""
+        """The arguments returned so far."""
         return self._text[self._arguments_start : self._sent]
 
     def feed(self, text: str, *, final: bool) -> str:
@@ -83,7 +84,7 @@ class HermesCall:
         return self._new_arguments()
 
     def _new_arguments(self) -> str:
-        """The arguments that were not returned yet."""
+        """The part of the arguments that was not returned yet."""
         if self.name is None:
             return ""
         bounds = (self._read, self._end, self._quoted_tag, self._arguments_end)
@@ -137,7 +138,7 @@ class HermesCall:
         return self._end is None
 
     def _begin(self, head: str) -> None:
-        """Begin the call if the text before its first inner object says so."""
+        """Begin the call if the text before its first inner object has the expected form."""
         match = _HEAD.fullmatch(head)
         parsed = object_or_none(f'{{"name": {match[1]}}}') if match else None
         if parsed and (name := parsed["name"]):
@@ -145,9 +146,10 @@ class HermesCall:
 
 
 def parse_call(body: str) -> tuple[str, str]:
-    """The name and the arguments, as they are spelt, of a whole call; raises ValueError."""
+    """The name of a whole call and its arguments as written; raises ValueError."""
     value = load_object(body)
-    # Models that saw Llama's tool calls write `parameters`; neither is a call without any.
+    # Models trained on Llama's tool calls write `parameters`; with neither key, there are no
+    # arguments.
     key = "parameters" if "parameters" in value and "arguments" not in value else "arguments"
     name, arguments = value.get("name"), value.get(key, {})
     if not isinstance(name, str) or not name:

@@ -22,9 +22,9 @@ from hone.errors import ModelUnsupported, TemplateError
 _PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
 
 REMEMBERED_TEXTS = 512
-"""Texts whose ids are kept, the last ones that were encoded: at most 16 MB, and as much for the ids."""
+"""Size of the cache of encoded texts: at most 16 MB of text, and as much for the ids."""
 MAX_REMEMBERED_TEXT = 32 * 2**10
-"""Characters of such a text."""
+"""Maximum length of a cached text, in characters."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
@@ -121,7 +121,7 @@ class Jinja:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether tools change the prompt; where they do not, the model would never see them."""
+        """Whether tools change the prompt; if not, the model would never see them."""
         user = [Message("user", "?")]
         return self.text_or_none(user, [PROBE_TOOL], True) != self.text_or_none(user, [], True)
 
@@ -142,7 +142,7 @@ class Jinja:
         return call == {"name": PROBE_CALL.name, "arguments": PROBE_CALL.values}
 
     def _frozen(self, template: str) -> str:
-        # transformers lets no function through to a template, so the date goes in as text.
+        # transformers passes no functions to a template, so the date is inserted as text.
         frozen = _PRINTED_DATE.sub(
             lambda match: json.dumps(self.today.strftime(match["form"])), template
         )
@@ -155,7 +155,7 @@ class Jinja:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text, special tokens in it included."""
+    """The ids of a text, including its special tokens."""
     if len(text) <= MAX_REMEMBERED_TEXT:
         return _encode_remembering(tokenizer, text).tolist()
     return _encode(tokenizer, text)

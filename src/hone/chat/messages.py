@@ -3,9 +3,9 @@
 In:   `messages` and `tools` of a chat request, as JSON gave them
 Out:  Messages, which can be rendered and compared; or a TemplateError naming the field
 
-Two messages are equal when they mean the same to the model: ids of tool calls, the formatting of
-argument JSON, and parts instead of plain text do not count. Agents rebuild messages from objects of
-their own framework, and a comparison of bytes would find no turn that continues.
+Two messages are equal if they mean the same to the model: ids of tool calls, the formatting of
+argument JSON, and content parts instead of plain text do not count. Agents rebuild messages from
+their framework's objects, so comparing bytes would never find a continued turn.
 """
 
 import json
@@ -32,7 +32,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def _whole_characters(text: str) -> str:
-    text.encode()  # raises for half of a surrogate pair
+    text.encode()  # raises for a lone surrogate
     return text
 
 
@@ -45,7 +45,8 @@ class ToolCall:
 
     name: str
     arguments: _Text = "{}"
-    """JSON of an object, as it was sent or returned; or text that a model began as an object."""
+    """A JSON object as text, as it was sent or returned; or the text of one that a model did not
+    finish."""
     id: str = ""
 
     @model_validator(mode="before")
@@ -62,21 +63,21 @@ class ToolCall:
     def _json(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
             return json.dumps(value, ensure_ascii=False)
-        # A function without parameters: several clients send nothing at all for it.
+        # For a function without parameters, several clients send nothing at all.
         if value is None or (isinstance(value, str) and not value.strip()):
             return "{}"
         if isinstance(value, str) and not value.lstrip().startswith("{"):
-            load_object(value)  # raises; what a model began as an object and broke is not refused
+            load_object(value)  # raises; an object that a model wrote incorrectly is accepted
         return value
 
     @property
     def values(self) -> dict[str, Any] | str:
-        """The arguments; their text where a model wrote JSON that does not parse."""
+        """The arguments; as text if the model's JSON does not parse."""
         values = object_or_none(self.arguments)
         return self.arguments if values is None else values
 
     def plain(self, arguments: str | dict[str, Any]) -> dict[str, Any]:
-        """As messages carry it, with the arguments as JSON text or as an object."""
+        """The call as it appears in messages, with the arguments as JSON text or as an object."""
         return tool_call(self.id, self.name, arguments)
 
 
@@ -122,7 +123,7 @@ class Message:
                         f"expected parts of type 'text', got {brief(part)}; this model reads text "
                         "only, so describe or leave out images, audio and files"
                     )
-        # One line per part, as vLLM joins them: an agent that moves between the two sees one prompt.
+        # One line per part, as in vLLM, so that both give the same prompt.
         return "\n".join(texts)
 
     @field_validator("tool_calls")
@@ -158,7 +159,7 @@ _MESSAGES = TypeAdapter(list[Message])
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages; raises TemplateError for what no template could express."""
+    """The messages; raises TemplateError for messages that no template could render."""
     checked = _validated(_MESSAGES, messages, "messages")
     if not checked:
         raise TemplateError("messages: expected a list of at least one message, got []")
@@ -182,7 +183,7 @@ def _validated(adapter: TypeAdapter[Any], value: object, where: str) -> Any:
 
 
 def _without_float_integers(value: object) -> object:
-    """A JSON value with 1.0 as 1: JavaScript and some frameworks write either."""
+    """A JSON value with 1.0 as 1, because JavaScript and some frameworks write either."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

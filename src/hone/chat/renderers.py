@@ -7,7 +7,7 @@ Whole conversations are rendered by the model's own template where it has one: t
 separately some pieces that the template writes together (0.1.12, Qwen3: an answer that begins with
 a line break gets other ids).
 
-The import takes a second and pulls in httpx, so it happens when a model needs it and not before.
+The import takes a second and loads httpx, so it happens only when a model needs it.
 """
 
 import json
@@ -38,7 +38,7 @@ class Library:
     strips_reasoning: bool
     """Whether a new user message makes it cut the reasoning out of earlier turns."""
     ignored: tuple[str, ...]
-    """Template arguments that mean nothing to it."""
+    """Template arguments that have no effect on it."""
     prints_date: bool
     keeping: Any = None
     """The same renderer with all reasoning kept, for histories that have none."""
@@ -92,7 +92,7 @@ class Library:
         added: Sequence[Message],
         tools: Sequence[dict[str, Any]],
     ) -> list[int] | None:
-        """The next prompt, or None where the library cannot leave the earlier ids as they are."""
+        """The next prompt, or None if the library cannot keep the earlier ids unchanged."""
         before = [*prompt_ids, *completion_ids]
         renderer = self.renderer
         if self.keeping is not None:
@@ -112,7 +112,7 @@ class Library:
 def known_renderer(name: str) -> str | None:
     """The library's name for its renderer of this hub model, or None."""
     if "/" not in name or name.startswith(("/", ".", "~")):
-        return None  # a path; the library knows hub names only
+        return None  # a path; the library knows only hub names
     from renderers.base import MODEL_RENDERER_MAP
 
     return MODEL_RENDERER_MAP.get(name)
@@ -136,7 +136,7 @@ def typed(own: Jinja, renderer_name: str) -> Library | None:
         ) from error
     try:
         renderer: Any = create_renderer(own.tokenizer, config)
-    except AssertionError:  # how the library says that a special token is missing
+    except AssertionError:  # the library's error for a missing special token
         return None
     retention = getattr(renderer, "effective_thinking_retention", "all")
     keeping = None
@@ -155,7 +155,7 @@ def typed(own: Jinja, renderer_name: str) -> Library | None:
 
 
 class WholeParser:
-    """Parses a completion when it is over: the library's parsers do not work on parts."""
+    """Parses a completion when it is complete: the library's parsers cannot parse parts."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class WholeParser:
             parsed = renderer.parse_response(
                 self._ids, tools=self._tools or None, prompt_ids=self._prompt_ids
             )
-        except RecursionError:  # JSON nested without end, which the library does not guard against
+        except RecursionError:  # deeply nested JSON, against which the library has no guard
             text = self._library.own.tokenizer.decode(self._ids, skip_special_tokens=True)
             self._reply = Reply(content=text, malformed=("JSON nested too deeply",))
             return self._reply.deltas()

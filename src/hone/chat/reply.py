@@ -3,13 +3,14 @@
 In:   ids as the engine samples them, in pieces of any size
 Out:  deltas as soon as they are certain, and one Reply at the end
 
-Whatever the pieces, the deltas add up to the same Reply: a whole answer is parsed by feeding it
-once. No delta carries half a character, a part of a tag or a part of a stop string.
+However the ids are split, the deltas add up to the same Reply; a whole answer is parsed by feeding
+it at once. No delta contains part of a character, of a tag or of a stop string.
 
-A tool call streams from the first character of its arguments on, in the model's own spelling. A call
-that does not parse is named in `malformed`: if its arguments had begun it is a call with the arguments
-as they were sampled, as OpenAI and vLLM return it, and the agent's parser finds the error; else it stays
-in the text. Nothing here raises over what a model wrote, because a bad answer is data.
+A tool call streams from the first character of its arguments on, in the model's own spelling. A
+call that does not parse is listed in `malformed`. If its arguments had begun, it is a call with the
+arguments as they were sampled, as with OpenAI and vLLM, and the agent's parser finds the error;
+otherwise it stays in the text. Nothing here raises because of a model's output: a bad answer is
+data.
 """
 
 import codecs
@@ -28,7 +29,7 @@ OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 
 
 Delta = dict[str, Any]
-"""More of a message, as a chunk of the API has it: content, reasoning_content or tool_calls.
+"""New parts of a message, as in a chunk of the API: content, reasoning_content or tool_calls.
 
 A tool call begins with its index, id, type and name; each further delta has more of its arguments.
 """
@@ -46,12 +47,12 @@ class Reply:
     finish: Literal["stop", "length", "abort", "tool_calls"] = "stop"
 
     def ended(self, finish: FinishReason) -> "Reply":
-        """With the finish reason of the API, where a stop after tool calls has its own."""
+        """The reply with the API's finish reason: a stop after tool calls is `tool_calls`."""
         called = finish == "stop" and bool(self.tool_calls)
         return replace(self, finish="tool_calls" if called else finish)
 
     def deltas(self) -> list[Delta]:
-        """All of it, as if it had been streamed."""
+        """The whole reply as deltas, as if it had been streamed."""
         deltas: list[Delta] = [{"reasoning_content": self.reasoning}] if self.reasoning else []
         deltas += [{"content": self.content}] if self.content else []
         for i, call in enumerate(self.tool_calls):
@@ -71,7 +72,7 @@ class Reply:
 
 
 class ByteDecoder:
-    """Ids to text for byte-level vocabularies: exact, and whole characters only.
+    """Decodes ids of byte-level vocabularies: exactly, and whole characters only.
 
     `final` returns what was held back.
     """
@@ -87,7 +88,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For every other vocabulary: the difference between two decodings of the last tokens."""
+    """Decodes ids of any other vocabulary, by comparing two decodings of the last tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -137,15 +138,15 @@ class StreamParser:
         self._ended = False
         self._final = False
         self._unchecked = ""
-        """An end of the text that may be part of a stop string."""
+        """The end of the text, which may be part of a stop string."""
         self._text = ""
         """What the current state has not read yet."""
         self._read: Callable[[bool], bool] = self._read_opening if thinks else self._read_content
-        """Reads the text in the current state; returns whether another state reads on."""
+        """Reads the text in the current state; returns whether another state continues."""
         self._reasoning: _Text | None = None
         self._content = _Text()
         self._calls: list[ToolCall] = []
-        """Those that have ended."""
+        """The calls that have ended."""
         self._call = HermesCall()
         """The call that is being read."""
         self._malformed: list[str] = []
@@ -176,7 +177,8 @@ class StreamParser:
 
     def _add(self, text: str, *, final: bool) -> list[Delta]:
         text = self._unchecked + text
-        # The stop string that is complete first, as the engine sees it, not the one that begins first.
+        # Like the engine, use the stop string that is completed first, not the one that begins
+        # first.
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
             text, self._ended, final = text[: min(ends)[1]], True, True
@@ -252,7 +254,7 @@ class StreamParser:
 
     def _take_until(self, tag: str, final: bool) -> tuple[str, bool]:
         """The text before the tag, and whether the tag is there."""
-        # str.partition takes long to find a tag in a text that has none.
+        # str.partition is slow on a text without the tag.
         before, end, rest = self._text.partition(tag) if "<" in self._text else (self._text, "", "")
         if not end and not final:
             before = without_partial(before, (tag,))
@@ -290,7 +292,7 @@ class StreamParser:
 
 
 class _Text:
-    """Text without the white space at its end and, once `trimmed`, at its beginning."""
+    """Text without trailing white space and, once `trimmed`, without leading white space."""
 
     def __init__(self, strip: str | None = None, *, trimmed: bool = False) -> None:
         self._strip = strip
@@ -300,11 +302,11 @@ class _Text:
         """White space that is dropped if nothing follows."""
 
     def add(self, text: str) -> str:
-        """What the text adds."""
+        """The part of the text to emit now."""
         if self._trimmed:
             text = text.lstrip(self._strip)
             self._trimmed = not text
-            # Between calls the template has line breaks of its own; text there keeps one.
+            # Between calls the template itself writes line breaks; text there keeps one.
             text = "\n" + text if text and self._parts else text
         text = self._held + text
         certain = text.rstrip(self._strip)
@@ -341,7 +343,7 @@ def call_id(seed: str, index: int) -> str:
     return f"call_{hashlib.sha256(json.dumps([seed, index]).encode()).hexdigest()[:24]}"
 
 
-@lru_cache(maxsize=64)  # a server keeps the tokenizer of every base model it has used
+@lru_cache(maxsize=64)  # a server keeps the tokenizer of every base model that it has used
 def byte_pieces(tokenizer: Any) -> list[bytes] | None:
     """The bytes of every token of a byte-level vocabulary; None for any other kind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -356,5 +358,5 @@ def byte_pieces(tokenizer: Any) -> list[bytes] | None:
         try:
             pieces.append(bytes(table[character] for character in token or ""))
         except KeyError:
-            pieces.append(token.encode())  # an added token may hold characters outside the table
+            pieces.append(token.encode())  # an added token may contain characters outside the table
     return pieces

@@ -4,9 +4,9 @@ In:   OpenAI messages and tools; sampled ids
 Out:  the ids of prompts; Replies with text, reasoning and tool calls
 
 The renderer of a model is chosen once, when it is loaded, by what the model's own template does. It
-is part of the fingerprint, together with the template, its arguments, the tokenizer and the date the
-template prints. Calls recorded under one fingerprint are never continued under another: the ids
-would look the same and mean different prompts.
+is part of the fingerprint, together with the template, its arguments, the tokenizer and the date
+that the template prints. Calls recorded with one fingerprint are never continued with another:
+equal ids would stand for different prompts.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ UNPROVED = (
     "Nemotron",
     "gpt-oss",
 )
-"""Families whose rendering no test of hone compares with the model's own template."""
+"""Families whose rendering hone's tests do not compare with the model's own template."""
 
 
 Reasoning = Literal["none", "open", "optional", "channels"]
@@ -57,14 +57,14 @@ Reasoning = Literal["none", "open", "optional", "channels"]
 opened them. `optional`: the model may open them. `channels`: it has channels instead of tags."""
 Renderer = chatml.ChatML | library.Library | Jinja
 Parser = StreamParser | library.WholeParser
-"""Parses one completion: feed it, close it, then take the reply."""
+"""Parses one completion: feed it, close it, then read the reply."""
 
 
 class TokenTexts(dict[int, tuple[str, list[int]]]):
-    """The text of each token, and the list of its bytes, which is not to be changed.
+    """The text of each token, and the list of its bytes, which must not be modified.
 
-    Made when it is first asked for, so at most one for each token of the vocabulary: hundreds are
-    written for every answer, and most of them again and again.
+    Entries are created on first use and cached: every answer needs hundreds of them, most of them
+    repeatedly.
     """
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
@@ -148,7 +148,7 @@ class ChatTemplate:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn, the template's own first."""
-        # Needed by every call, and a renderer may search its whole vocabulary for them.
+        # Cached: every call needs them, and a renderer may search its whole vocabulary for them.
         return tuple(dict.fromkeys((*self.renderer.stop_ids, *self._end_ids)))
 
     @cached_property
@@ -189,15 +189,15 @@ class ChatTemplate:
     ) -> list[int]:
         """The ids of a written answer to these messages, as the model would have to sample them.
 
-        They begin after the generation prompt and end with the token that ends the turn, which is the
-        first after the text: some templates end the whole conversation with another. Raises
+        They begin after the generation prompt and end with the token that ends the turn, the first
+        one after the text; some templates end the whole conversation with another token. Raises
         TemplateError if the template does not write the answer after its generation prompt.
         """
         prompt = self.render(list(messages), tools)
         whole = self.render([*messages, reply], tools, generation_prompt=False)
         if whole[: len(prompt)] == prompt:
             ids = whole[len(prompt) :]
-        else:  # the first token of the answer merged with the prompt's last, or it is another text
+        else:  # the answer's first token merged with the prompt's last, or the text differs
             before, text = self.text(prompt), self.text(whole)
             if not text.startswith(before):
                 raise TemplateError(
