@@ -1,1 +1,1 @@
-"""What a run did, in words, numbers and plots: reads the run directory and nothing else."""
+"""Report what a run did, as text, numbers and plots; reads only the run directory."""

@@ -4,11 +4,11 @@ In:   the History of a run
 Out:  a Comparison: before, after, and the steps that `after` was chosen from
 
 A step that was chosen as the best of many validations was also lucky in them: judged by the same
-answers it looks better than it is. So the first policy and the chosen one answer every example
-again at the end of the run, and the verdict compares those answers. Where that is not possible, or
-proves nothing because the answers at temperature 0 would be the same, `tried` names all steps that
-could have been chosen, and the p value allows for the choice. With one trained step, or where none
-is better than the first, nothing was chosen. docs/design/0002-verdicts.md has the reasons.
+answers, it looks better than it is. So the first policy and the chosen one answer every example
+again at the end of the run, and the verdict compares those answers. If that is impossible, or
+pointless because the answers at temperature 0 would be the same, `tried` lists all steps that could
+have been chosen, and the p value allows for the choice. With one trained step, or if none is better
+than the first, nothing was chosen. docs/design/0002-verdicts.md gives the reasons.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Comparison:
     chosen_of: int = 1
     """Number of trained steps that were validated; 1 if nothing was chosen."""
     fresh: bool = False
-    """Both policies answered again after the choice."""
+    """Whether both policies answered again after the choice."""
 
 
 def comparison(history: History) -> Comparison | None:
-    """None without two validations that have a mean reward."""
+    """The comparison; None without two validations that have a mean reward."""
     scored = history.scored
     if len(scored) < 2:
         return None
@@ -55,7 +55,7 @@ def to_confirm(history: History) -> list[Validation]:
 
 
 def _trained(scored: list[Validation]) -> list[Validation]:
-    """The last validation of each step but the first."""
+    """The last validation of each step except the first."""
     by_step = {(v.epoch if v.step is None else v.step): v for v in scored[1:]}
     first = scored[0].step
     return [v for v in by_step.values() if v.step is None or v.step != first]

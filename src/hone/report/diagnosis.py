@@ -14,10 +14,11 @@ from hone.report.history import History, Round
 
 FLAT_EPOCHS = 3
 FLAT_SHARE = 0.5
-"""From this share of groups with equal rewards on, they are the cause."""
+"""Share of groups with equal rewards above which they are reported as the cause."""
 CLIPPED = 0.2
 SLOW = 1e-5
-"""LoRA adapters are trained at 1e-5 to 2e-4; below, a run of ordinary length hardly moves them."""
+"""LoRA adapters are usually trained at 1e-5 to 2e-4; below, a run of normal length hardly moves
+them."""
 FEW_GENERATIONS = 4
 _HOLD = "base with training.beta (0.01 to 0.1)"
 _HOLD_DPO = "reference with a larger trainers.*.beta"
@@ -65,7 +66,7 @@ def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[floa
 
 
 def _explain(history: History, rounds: list[Round], rise: float, noise: float) -> list[str]:
-    """What these rounds measured, and the likely causes, each with what to change."""
+    """The measurements of these rounds, and the likely causes, each with what to change."""
     run = history.run
     groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
     flat = sum(r.num_flat for r in rounds)
@@ -141,7 +142,7 @@ def _why_flat(history: History, rounds: list[Round], flat: int) -> str:
         )
     equal = [g[0] for r in rounds for g in r.by_example.values() if len(g) > 1 and len({*g}) == 1]
     if run.credit != "outcome" or run.baseline == "batch":
-        equal = []  # equal outcomes do not make a group flat there
+        equal = []  # with per-call credit, equal outcomes do not make a group flat
     if equal.count(highest) * 2 > flat:
         return (
             "most of them have the highest reward of the run: these examples are solved. Stop here, or "

@@ -3,8 +3,8 @@
 In:   the events of an EventLog, as a listener
 Out:  text on stderr through progress.console(), so that log lines appear above the display
 
-Nothing waits for it: a thread of its own draws the display four times a second, and a log file gets
-a line every ten seconds and one per epoch.
+The run never waits for it: a separate thread draws the display four times a second. Without a
+terminal, there is a line every ten seconds and one per epoch.
 """
 
 import time
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 SPARKS = 28
-"""Longest row of blocks, one per epoch."""
+"""Maximum number of blocks in the row of rewards, one per epoch."""
 STAGES = {"rollouts", "learning", "validation"}
 
 
 class State:
-    """Where the run stands, according to its events."""
+    """The progress of the run, according to its events."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -48,7 +48,7 @@ class State:
         self.epoch = self.done = self.round = 0
         self.rounds = 1
         self._paced_from: tuple[float, int] | None = None
-        """When this session began to work, and the epochs that were done then."""
+        """When this session started working, and the number of epochs done by then."""
         self._done_at = 0.0
         self.start_stage("starting")
 
@@ -64,7 +64,7 @@ class State:
         match event:
             case RunStarted():
                 self.start_stage("starting")
-                # The pace of an earlier session, perhaps on another machine, says nothing.
+                # The pace of an earlier session does not count: it may have run on another machine.
                 self.started_at, self._paced_from = event.command_at, None
             case EpochStarted() | ValidationStarted():
                 self._start_rollouts(event)
@@ -155,7 +155,7 @@ class Display:
         self.state.started_at = self._clock()
         self.events.listeners.append(self.add)
         if console().is_terminal:
-            from rich.live import Live  # here, because it takes 0.2 s and a log needs none
+            from rich.live import Live  # imported here: it takes 0.2 s, and a log does not need it
 
             self._live = Live(console=console(), get_renderable=self.picture, refresh_per_second=4)
             self._live.start()
@@ -189,7 +189,7 @@ class Display:
         state, history, now = self.state, self.state.history, self._clock()
         columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
         grid = Table.grid(*columns, padding=(0, 2))
-        if history.run.epochs:  # else the server is not up yet, so nothing is known about the run
+        if history.run.epochs:  # otherwise the server is not up yet
             times = [duration(now - state.started_at)] if state.started_at else []
             times += [f"about {duration(left)} left"] if (left := state.left_s(now)) else []
             bar = ProgressBar(history.run.epochs, state.done, SPARKS)

@@ -28,7 +28,7 @@ ALPHA = 1 - LEVEL
 MIN_PAIRS = 6
 """With fewer examples no change is significant: 5 changes of one sign have p = 2 / 2**5 = 0.0625."""
 BATCH = 500_000
-"""Numbers that a test keeps in memory at a time."""
+"""Number of values that a test keeps in memory at a time."""
 
 Rewards = Mapping[str, Sequence[float]]
 """Rewards by example."""
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def leaves_out_0(self) -> bool:
-        """The interval excludes 0."""
+        """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
@@ -88,14 +88,14 @@ def _interval(
     n, mean = len(values), fmean(values)
     if n < 2:
         return Estimate(mean, None, None, n)
-    if min(values) == max(values):  # exactly, where sums would round
+    if min(values) == max(values):  # exact: sums would round
         return Estimate(values[0], values[0], values[0], n)
     low, high = _t_interval(mean, stdev(values) / n**0.5, n - 1)
     return Estimate(mean, max(low, lowest), min(high, highest), n)
 
 
 def _t_interval(mean: float, error: float, degrees: float) -> tuple[float, float]:
-    from scipy import stats  # here, because it takes a second to import
+    from scipy import stats  # imported here: it takes a second
 
     low, high = stats.t.interval(LEVEL, degrees, loc=mean, scale=error)
     return float(low), float(high)
@@ -139,7 +139,7 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
 def sign_flip_p(changes: "ndarray") -> "ndarray":
     """p values of the largest mean change among K policies, over n examples.
 
-    `changes` is [..., K, n]; leading dimensions are tests of their own. With K = 1 it is the paired
+    `changes` is [..., K, n]; leading dimensions are separate tests. With K = 1 it is the paired
     two-sided sign-flip test. With more, an example's changes are flipped together, as the policies
     share the answers of `before`, and the one-sided p value is doubled.
     """

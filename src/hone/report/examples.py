@@ -3,8 +3,8 @@
 In:   two files of rollouts (trajectories/*.jsonl), of the first and the last policy
 Out:  a few Examples: the most improved, and what got worse, still fails or could not be scored
 
-Successes alone would be an advertisement, so what got worse is always among them. A line that cannot
-be read is skipped: examples illustrate, and the numbers do not come from here.
+Showing only successes would be misleading, so examples that got worse are always included. A line
+that cannot be read is skipped: examples only illustrate; the numbers come from the events.
 """
 
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 MOST = {"improved": 3, "got worse": 2, "still failing": 1, "could not be scored": 1}
-"""Examples that are shown of each kind."""
+"""Number of examples shown of each kind."""
 LONGEST = 700
-"""Characters of a text that are shown."""
+"""Number of characters of a text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Example:
 def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> list[Example]:
     """Up to seven examples; none if the files do not exist.
 
-    `failure_reward`: reward of a policy failure that has none of its own.
+    `failure_reward`: reward of a policy failure without a configured reward.
     """
     first, last = _records(before), _records(after)
     both = [_example(first[id], last[id], failure_reward) for id in first if id in last]
@@ -60,7 +60,7 @@ def request(folder: Path) -> dict[str, Any] | None:
 
 
 def _records(path: Path) -> dict[str, dict[str, Any]]:
-    """The first generation of each example, in the order of the file; a later line counts."""
+    """The first generation of each example, in file order; a later line replaces an earlier one."""
     records: dict[str, dict[str, Any]] = {}
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         with suppress(ValueError, AttributeError, KeyError):
@@ -76,7 +76,7 @@ def _example(first: dict[str, Any], last: dict[str, Any], failure_reward: float 
         kind = "could not be scored"
     elif before.reward != after.reward:
         kind = "improved" if after.reward > before.reward else "got worse"
-    else:  # whether an unchanged reward is a bad one is known only for the usual scale
+    else:  # whether an unchanged reward is bad is known only for rewards between 0 and 1
         kind = "still failing" if after.reward <= 0 else "unchanged"
     return Example(str(first["example"]), kind, shown(first.get("input")), before, after)
 

@@ -1,4 +1,4 @@
-"""Did the model get better: the first words of a report and of a plot, and what they rest on.
+"""Did the model improve: the headline of a report and of a plot, and what it is based on.
 
 In:   an Outcome
 Out:  a headline, a few sentences, and a tone; the title of the reward plot
@@ -14,7 +14,7 @@ from hone.report.text import counted, interval, number, p_value
 
 
 def headline(outcome: Outcome) -> tuple[str, str, str]:
-    """Headline, what it rests on, and a tone: good, bad or unsure."""
+    """Headline, what it is based on, and a tone: good, bad or unsure."""
     history, planned = outcome.history, outcome.history.run.epochs
     change, basis, tone = _change(outcome)
     message = _sentence(history.finished.message if history.finished else None)
@@ -63,7 +63,7 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
 
 
 def _paired(outcome: Outcome, gain: Estimate) -> str:
-    """The examples that are compared; some may have a reward under one of the policies only."""
+    """The examples that are compared; some may have a reward under only one of the policies."""
     if not outcome.deltas:
         return " between different examples"
     assert outcome.baseline is not None and outcome.tuned is not None
@@ -76,7 +76,7 @@ def _paired(outcome: Outcome, gain: Estimate) -> str:
 
 
 def _certainty(outcome: Outcome, gain: Estimate) -> str:
-    """What the p value says. It decides; if the interval seems to disagree, the reason."""
+    """What the p value says, which decides; if the interval seems to disagree, also the reason."""
     if gain.n < MIN_PAIRS:
         return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
     if not gain.certain and gain.leaves_out_0:

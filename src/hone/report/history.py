@@ -3,8 +3,8 @@
 In:   events, one by one
 Out:  a History: rounds with their rewards and jobs, validations, seconds by phase, how it ended
 
-An interrupted run may log something twice: the later event counts, because what it led to is what
-was trained. Times are the exception: all of them were spent.
+An interrupted run may log something twice: the later event counts, because its result is what was
+trained. Times are the exception: all of them are added up.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ class Round:
 
     @property
     def dropped(self) -> Counter[str]:
-        """What was not trained on, by reason: left out of the round, or of its job."""
+        """Counts of what was not trained, by reason: left out of the round, or of its job."""
         collected, submitted = self.collected, self.submitted
         left_out = Counter((collected and collected.dropped) or {})
         return left_out + Counter((submitted and submitted.dropped) or {})
@@ -103,7 +103,7 @@ class Validation:
     max: float | None
     num_examples: int
     failures: int
-    """Rollouts without a reward of their own."""
+    """Number of rollouts without their own reward."""
     policy_failures: int
     """Rollouts that failed because of the model."""
     failure_reward: float | None
@@ -164,11 +164,11 @@ PHASE_AFTER = {
 
 
 class History:
-    """A run, as far as its events are known."""
+    """A run, according to the events so far."""
 
     def __init__(self) -> None:
         self.run = RunStarted(at=0.0, run_id="", session=0, epochs=0, step=None)
-        """The newest run_started; an empty one before the first."""
+        """The newest run_started event; an empty one before the first."""
         self.sessions = 0
         """Times the run was started."""
         self.finished: RunFinished | None = None
@@ -179,7 +179,7 @@ class History:
         self.done: dict[int, EpochDone] = {}
         """Epochs that ended, failed ones included."""
         self.calls = self.tokens = self.rollouts = 0
-        """Totals, those of interrupted rounds included."""
+        """Totals, including those of interrupted rounds."""
         self.phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
         """Seconds by phase, over all sessions; the time between sessions does not count."""
         self.failure_reward = 0.0
@@ -279,7 +279,7 @@ class History:
 
     @property
     def validations(self) -> list[Validation]:
-        """In the order of the policies; without the comparison at the end."""
+        """Validations in the order of the policies, without the comparison at the end."""
         known = tuple(self._validations.items())  # a copy: the display reads in its own thread
         during_the_run = (v for (final, *_), v in known if not final)
         return sorted(during_the_run, key=lambda v: (v.epoch, v.step or 0))
@@ -291,11 +291,11 @@ class History:
 
     @property
     def best(self) -> Validation | None:
-        """The highest mean; the first of equal ones, because it moved least from the base model."""
+        """The validation with the highest mean; of equal ones the first, which moved least."""
         return max(self.scored, key=lambda v: v.mean or 0.0, default=None)
 
     def final(self, of: Validation) -> Validation | None:
-        """What the same policy answered at the end of the run; None if it did not."""
+        """The validation of the same policy at the end of the run; None if there is none."""
         return self._validations.get((True, of.epoch, of.step))
 
     # ---- the run --------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def held_out(self) -> bool:
-        """Measured on held-out examples; else on training examples, for lack of two validations."""
+        """Whether held-out examples are compared; without two validations, training examples are."""
         return self.compared is not None
 
     @property
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def best_step(self) -> int | None:
-        """What NAME@best means: what the trainer logged, or the best step that was validated."""
+        """The step of NAME@best: the one that the trainer logged, or the best validated step."""
         finished, best = self.history.finished, self.history.best
         if finished is not None and finished.best_step is not None:
             return finished.best_step
@@ -140,7 +140,7 @@ class Outcome:
 
     @property
     def model(self) -> str | None:
-        """The name to request; step 0, the untrained model, is never the best of a training."""
+        """The model name to request; step 0, the untrained model, never counts as the best."""
         name = self.history.run.name
         return f"{name}@best" if name and self.best_step else name
 
@@ -180,7 +180,7 @@ class Outcome:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of examples by what became of them."""
+        """Number of examples that got better, got worse, or are unchanged."""
         return {
             "better": sum(d > 0 for d in self.deltas),
             "worse": sum(d < 0 for d in self.deltas),

@@ -3,7 +3,7 @@
 In:   the History of a run
 Out:  reward_plot.png; two more as PNG bytes for the report
 
-What failed is a gap and a cross, never a point at 0. Bands and bars are 95% intervals over examples.
+A failure is a gap with a cross, never a point at 0. Bands and bars are 95% intervals over examples.
 Colours also differ in lightness, and every line has its own marker, for readers who cannot tell
 colours apart. The x value of a reward is the number of epochs that its policy was trained for, so training
 and validation rewards at the same place belong to the same policy.
@@ -31,15 +31,15 @@ from hone.report.text import number
 
 INK, SOFT, FAINT = "#22303c", "#66727c", "#d5dce1"
 COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
-"""Colours: training, held-out, what was trained on, held-out numbers, failures."""
+"""Colours: training, held-out, trained groups, held-out numbers, failures."""
 MANY = 60
 """With more points a line is smoothed, and the points are drawn faintly."""
 
 styled = style.context("default")
-"""Ignores the user's matplotlibrc, which may ask for LaTeX, or for a dark background.
+"""Ignores the user's matplotlibrc, which may select LaTeX or a dark background.
 
-Settings of matplotlib hold for all threads, and an agent may draw too: so hone's own style is set on
-each plot and not here.
+matplotlib's settings are shared by all threads, and an agent may plot too, so hone sets its style
+on each plot instead of here.
 """
 
 Point = tuple[float, Estimate | None]

@@ -3,8 +3,8 @@
 In:   a run's output_dir: events.jsonl, trajectories/*.jsonl
 Out:  the four files; the HTML embeds its pictures and loads nothing from the network
 
-report.j2 has the content. It leads with the answer, and a run that failed or did not improve says
-that before anything else. html.j2 and markdown.j2 have the two output formats.
+report.j2 has the content. It starts with the answer: a run that failed or did not improve says so
+first. html.j2 and markdown.j2 have the two output formats.
 """
 
 import json
@@ -38,7 +38,7 @@ PHASE_NAMES = {
 
 
 def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
-    """Write the files from what is known now; returns the numbers in report.json.
+    """Write the files from the events so far; returns the numbers in report.json.
 
     `brief` draws nothing, because the command should end soon: the report shows the reward plot if it
     is up to date, and no other pictures.
@@ -63,7 +63,7 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
 
 
 def render(output_format: str, values: dict[str, Any]) -> str:
-    """Text from a model or a dataset is escaped in the HTML."""
+    """Render a template; text from a model or a dataset is escaped in HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=output_format == "html.j2",
@@ -92,7 +92,7 @@ def content(outcome: Outcome) -> dict[str, Any]:
     groups = sum(r.metrics.get("num_groups") or 0 for r in history.rounds)
     attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in history.rounds)
     phases = [(PHASE_NAMES[k], s) for k, s in history.phases.items() if s >= SHORTEST_S]
-    warnings = (w for w in history.warnings if not w.startswith(FLAT))  # which has its own section
+    warnings = (w for w in history.warnings if not w.startswith(FLAT))  # it has its own section
     return {
         "outcome": outcome,
         "history": history,
@@ -156,7 +156,7 @@ def _commands(outcome: Outcome, body: dict[str, Any] | None) -> list[tuple[str, 
 
 
 def _left_out(history: History, attempts: int, groups: int) -> list[tuple[str, str, str]]:
-    """Reason, number and share of what was not trained on."""
+    """Reason, number and share of rollouts and groups that were not trained."""
     flat = sum(r.num_flat for r in history.rounds)
     rows = [
         *((f"rollout failed, {why}", n, attempts) for why, n in history.failures.most_common()),
@@ -197,8 +197,8 @@ def _details(outcome: Outcome) -> dict[str, str]:
 
 
 def _draw(outcome: Outcome, plot: Path) -> dict[str, bytes]:
-    """The pictures beside the reward plot, which has its own file."""
-    from hone.report import plots  # here, because matplotlib takes a second to import
+    """The plots other than the reward plot, which has its own file."""
+    from hone.report import plots  # imported here: matplotlib takes a second
 
     plots.reward_plot(outcome.history, plot)
     learning = plots.learning(outcome.history)

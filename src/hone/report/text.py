@@ -36,7 +36,7 @@ def ends(change: Estimate) -> str:
 
 
 def p_value(change: Estimate) -> str:
-    """Empty if the p value is not known."""
+    """The p value as text; empty if it is not known."""
     if change.p is None:
         return ""
     return "p < 0.001" if change.p < 0.001 else f"p = {change.p:.{3 if change.p < 0.1 else 2}f}"
@@ -55,7 +55,7 @@ def failed(validation: Validation) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units."""
+    """A duration in its two largest units."""
     whole = max(0, round(seconds))
     if whole < 10 and seconds != whole:
         return f"{max(seconds, 0):.1f} s"

@@ -1,11 +1,11 @@
-"""Metrics files and the reward plot, refreshed while the run goes on.
+"""Metrics files and the reward plot, refreshed during the run.
 
 In:   the run's events.jsonl
 Out:  the metrics files and reward_plot.png in output_dir, as of the newest event
 
 Each refresh reads only the events appended since the last one. A thread writes the files, one
 refresh at a time. A plot takes half a second, and its thread shares the interpreter with the
-rollouts: where rounds follow quickly, not every one is plotted. A failed write is a warning: the
+rollouts: if rounds follow quickly, not every one is plotted. A failed write is only a warning: the
 numbers are safe in the events, and a full disk must not end a training run.
 """
 
@@ -19,7 +19,7 @@ from hone.report import metrics
 from hone.report.history import History
 
 PLOT_S = 10.0
-"""Least time between two plots while a run goes on."""
+"""Minimum time between two plots during a run."""
 
 log = logging.getLogger("hone")
 
@@ -36,13 +36,13 @@ class Files:
         self._plotted, self._next_plot = True, time.monotonic() + PLOT_S
 
     def refresh(self) -> None:
-        """Write the files soon; returns at once."""
+        """Schedule writing the files; returns immediately."""
         self._stale = True
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
     async def settle(self, *, plot: bool = True) -> None:
-        """Wait until the files show every event, and with `plot` the plot, too."""
+        """Wait until the files, and with `plot` also the plot, include every event."""
         if self._writing is not None:
             await self._writing
         if plot and not self._plotted:
@@ -71,6 +71,6 @@ class Files:
 def write(history: History, output_dir: Path, *, picture: bool) -> None:
     metrics.write(output_dir, history)
     if picture:
-        from hone.report import plots  # here, because matplotlib takes a second to import
+        from hone.report import plots  # imported here: matplotlib takes a second
 
         plots.reward_plot(history, output_dir / "reward_plot.png")
