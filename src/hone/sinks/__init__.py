@@ -1,1 +1,1 @@
-"""Send what a run does to W&B, Langfuse, MLflow and others: each in a process of its own."""
+"""Send a run to W&B, Langfuse, MLflow and others, each in a separate process."""

@@ -1,11 +1,11 @@
-"""Sink: where a run is sent to. Base class and values only.
+"""Sink: the destination to which a run is sent. Base class and values only.
 
 In:   metrics, rollouts and adapters of one run, in order
-Out:  whatever the service or the file format keeps
+Out:  whatever the service or the file format stores
 
-A sink is used by one process, which may be killed at any time. The next one repeats what was sent
-after the last `flush`, so a sink must recognize what it holds already: by an id of its own, or by
-reading back.
+A sink is used by one process, which may be killed at any time. The next process sends everything
+after the last `flush` again, so a sink must recognize items that it already has: by an id, or by
+reading them back.
 """
 
 import logging
@@ -30,7 +30,7 @@ class Run:
     """The run that is sent."""
 
     id: str
-    """The same in every session, so that services continue the run after a resume."""
+    """Id of the run; the same in every session, so that services continue it after a resume."""
     directory: Path
     name: str = ""
     """Model that is trained."""
@@ -50,7 +50,7 @@ class Point:
     step: int
     """The step that was sampled, or that the job published."""
     at: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     line: int
     """Line of the event in events.jsonl, from 1: the order of the points, and a key of each."""
 
@@ -106,9 +106,9 @@ class Adapter:
     path: Path
     step: int
     is_best: bool
-    """It has the highest held-out reward."""
+    """Whether it has the highest held-out reward."""
     is_newest: bool
-    """No step of the run is newer."""
+    """Whether it is the newest step of the run."""
 
 
 class Sink:
@@ -119,17 +119,17 @@ class Sink:
     reads_tables: bool = False
     """Whether `table` is called."""
     holds: int | None = None
-    """Lines of events.jsonl that the sink is known to hold; None if only the cursor knows."""
+    """Number of lines of events.jsonl that the sink already has; None if only the cursor knows."""
     flush_events: int = 64
-    """Events after which it is flushed at the latest, and the cursor saved."""
+    """Maximum number of events between two flushes; each flush saves the cursor."""
     adapters: Literal["none", "last", "all"] = "none"
     """Which adapters are sent: none, those of the end of the run, or that of every step. One that
     turns out to be the best is sent again, as such."""
     refused: int = 0
-    """Items of this session that the service refused for good."""
+    """Number of items of this session that the service rejected permanently."""
 
     def refuse(self, error: Exception) -> None:
-        """Log and count an item that the service refuses for good."""
+        """Log and count an item that the service rejected permanently."""
         self.refused += 1
         log.warning("refused and skipped: %s", redact(f"{type(error).__name__}: {error}"))
 

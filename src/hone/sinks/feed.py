@@ -1,10 +1,10 @@
-"""Turn the events of a run into what a sink is sent, from where the sink stopped.
+"""Turn the events of a run into calls of a sink, starting where the sink stopped.
 
 In:   events.jsonl and trajectories/*.jsonl of a run directory; the number of lines already sent
 Out:  Deliveries: calls of a Sink's methods, in the order of the events
 
-The whole log is read at every start: the lines before the cursor send nothing, but say what was
-sent. A resumed run logs some events again (events.py); each metric of a step is sent once.
+The whole log is read at every start: lines before the cursor are not sent, but show what was sent.
+A resumed run logs some events again (events.py); each metric of a step is sent once.
 """
 
 from collections import deque
@@ -45,16 +45,16 @@ class Feed:
     """Reads a run directory."""
 
     def __init__(self, directory: Path, sent: int, sink: Sink) -> None:
-        """`sent`: lines of the log that were sent; `sink` says what it reads."""
+        """`sent`: number of log lines that were sent; `sink` declares what it needs."""
         self.line, self.sent = 0, sent
-        """Lines that were read, and that were sent before."""
+        """Numbers of lines read, and of lines sent before."""
         self.history = History()
         self._sink = sink
         self._reader = EventReader(directory / FILE)
         self._rollouts = RolloutFiles(directory / "trajectories")
         self._queue: deque[Event] = deque()
         self._keys: set[Hashable] = set()
-        """What was sent."""
+        """Keys of what was sent."""
 
     def read(self, *, ending: bool = False) -> Iterator[list[Delivery]]:
         """What to send for each event that was appended; empty for one without anything to send.
@@ -87,7 +87,7 @@ class Feed:
     def _deliveries(
         self, event: Event, record: Rollout | None
     ) -> Iterator[tuple[Hashable, Delivery]]:
-        """Each with the key by which it is sent once."""
+        """Deliveries, each with a key that ensures it is sent once."""
         match event:
             case RolloutDone() if record is not None:
                 yield event.rollout, lambda sink: sink.rollout(record)
@@ -152,7 +152,7 @@ class Feed:
 
         def send(sink: Sink) -> None:
             path = steps / f"{step:04d}"
-            if path.is_dir():  # else it was pruned
+            if path.is_dir():  # otherwise it was pruned
                 sink.adapter(Adapter(path, step, is_best, is_newest=step == newest))
 
         yield ("adapter", step, is_best), send
@@ -183,7 +183,7 @@ class RolloutFiles:
         self.folder = folder
         self._offsets: dict[Path, int] = {}
         self._waiting: dict[str, Rollout] = {}
-        """By id: read, and not taken yet."""
+        """Rollouts that were read but not taken yet, by id."""
 
     def take(self, event: RolloutDone) -> Rollout | None:
         """The rollout of an event; None if it is not in its file."""
@@ -194,7 +194,7 @@ class RolloutFiles:
         return rollout and rollout.model_copy(update={"ended_at": event.at})
 
     def of_round(self, split: str, epoch: int, round: int) -> list[Rollout]:
-        """The rollouts of a round; of one that was run again, the last."""
+        """The rollouts of a round; for one that was run again, the last record."""
         path, rollouts = self._path(split, epoch), dict[tuple[str, int], Rollout]()
         for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
             rollout = Rollout.model_validate_json(line)

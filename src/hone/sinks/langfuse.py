@@ -3,9 +3,9 @@
 In:   Rollouts
 Out:  spans at /api/public/otel/v1/traces, and scores (`reward`, and one for each evaluator)
 
-Ids come from the rollout's id, so what is sent again replaces itself. Spans go to the OTLP endpoint
-directly, because the tracer of the package can neither set the times of a span nor say whether it
-arrived.
+Ids are derived from the rollout's id, so an item that is sent again replaces itself. Spans go to
+the OTLP endpoint directly, because the package's tracer can neither set a span's times nor report
+whether it arrived.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -31,7 +31,7 @@ log = logging.getLogger("hone.sinks")
 
 CLOUD = "https://cloud.langfuse.com"
 MAX_SPANS, MAX_SCORES = 256, 256
-"""Spans, and scores, in one request."""
+"""Maximum number of spans, and of scores, in one request."""
 
 
 class LangfuseConfig(LoggerBaseConfig, name="langfuse"):
@@ -117,7 +117,7 @@ class LangfuseSink(Sink):
 
     def _send_scores(self, scores: "list[CreateScoreRequest]") -> None:
         response = self._api.scores.create(request=scores)
-        if errors := getattr(response, "errors", None):  # which Langfuse would reject again
+        if errors := getattr(response, "errors", None):  # Langfuse would reject them again
             log.warning("Langfuse rejected scores: %s", errors)
 
     def close(self) -> None:

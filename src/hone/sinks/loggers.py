@@ -3,9 +3,9 @@
 In:   the configurations under `loggers:`, and the event log of the run
 Out:  one process per logger (worker.py); `logger_stopped` events
 
-Nothing here waits for a logger while the run goes on: an event is a byte in a pipe, and a full pipe
-is skipped, because the process has not read the bytes before. A logger that stopped is reported
-once. What it did not send is sent when the same command is run again.
+Nothing here waits for a logger during the run: an event is a byte in a pipe, and a full pipe is
+skipped, because the process still has bytes to read. A logger that stopped is reported once. What
+it did not send is sent when the same command is run again.
 """
 
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hone.config.secrets import Secrets
 
 GRACE_S = 10.0
-"""Added to a logger's own `timeout_s` at the end: the start of its process."""
+"""Added to a logger's `timeout_s` at the end of a run, for the start of its process."""
 INTERRUPTED_S = 3.0
 """How long an interrupted run waits for its loggers."""
 
@@ -36,7 +36,7 @@ log = logging.getLogger("hone")
 
 
 def names(configs: Sequence[LoggerBaseConfig]) -> list[str]:
-    """The name of each logger: its type, numbered from the second of a type on."""
+    """The name of each logger: its type, with a number from the second logger of a type on."""
     seen: Counter[str] = Counter()
     labels = []
     for config in configs:
@@ -73,17 +73,18 @@ class Logger:
             )
         assert self.process.stdin is not None
         self._pipe = self.process.stdin.fileno()
-        # Secrets among the settings: by a pipe, not by the command line that all users can read.
+        # Settings contain secrets, so they go through a pipe, not the command line, which all users
+        # can read.
         with suppress(BrokenPipeError):  # the next event notices it
             os.write(self._pipe, settings.model_dump_json().encode() + b"\n")
         os.set_blocking(self._pipe, False)
 
     def notify(self) -> bool:
-        """Tell the process of an event; False if it has ended."""
+        """Notify the process of an event; False if it has ended."""
         try:
             os.write(self._pipe, b".")
         except BlockingIOError:
-            pass  # it has not read what is there
+            pass  # it has not read the earlier bytes
         except BrokenPipeError:
             return False
         return True
@@ -128,7 +129,7 @@ class Loggers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """After an interrupt or an error: what is not sent at once is sent after a resume."""
+        """After an interrupt or an error: what is not sent immediately is sent after a resume."""
         self._stop(INTERRUPTED_S)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 In:   Points, Adapters
 Out:  a run of MLflow, found again by its tag `hone.run`
 
-MLflow chooses the ids of runs. A metric that the run has already, with the same step and time, is
+MLflow chooses the ids of runs. A metric that the run already has, with the same step and time, is
 not sent again.
 """
 # Installed with its extra only.
@@ -106,7 +106,7 @@ class MLflowSink(Sink):
 
 
 def _name(key: str) -> str:
-    """The key in MLflow's alphabet, and as a relative path: `accuracy@5` is `accuracy_5`."""
+    """The key as a relative path in MLflow's character set: `accuracy@5` becomes `accuracy_5`."""
     parts = [re.sub(r"[^\w\-. :]", "_", part) for part in key.split("/")]
     names = ["_" if part in (".", "..") else part for part in parts if part]
     return "/".join(names)[:MAX_NAME].rstrip("/") or "_"

@@ -54,7 +54,8 @@ class OpenPipeSink(Sink):
         self._sent: set[tuple[str, int]] = set()
         """Calls of the rollout that is being sent, by rollout and index."""
         self._is_first = True
-        """No rollout was sent in this session: an earlier one may have sent the next."""
+        """No rollout was sent in this session yet: an earlier session may have sent the next
+        one."""
 
     def rollout(self, rollout: Rollout) -> None:
         for index, (call, messages, reply) in enumerate(rollout.conversations()):
@@ -72,7 +73,7 @@ class OpenPipeSink(Sink):
         self._client.close()
 
     def _has(self, metadata: dict[str, str]) -> bool:
-        """Whether the log has this call. Its metadata is set to what it is; nothing changes."""
+        """Whether the log has this call. Sets its metadata to the same values, to count matches."""
         ids = {name: metadata[name] for name in ("hone.rollout", "hone.call")}
         filters = [{"field": f"metadata.{name}", "equals": value} for name, value in ids.items()]
         sought = {"filters": filters, "metadata": ids}
@@ -82,7 +83,7 @@ class OpenPipeSink(Sink):
         return answer.raise_for_status().json().get("matchedLogs", 0) > 0
 
     def _post(self, report: dict[str, Any]) -> None:
-        """Send a call; one that is refused for good is skipped, and the rollout's others are sent."""
+        """Send a call; one that is rejected permanently is skipped, and the others are sent."""
         try:
             self._client.post("/report", json=report).raise_for_status()
         except httpx2.HTTPStatusError as error:

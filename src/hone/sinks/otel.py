@@ -3,7 +3,8 @@
 In:   Rollouts, Points
 Out:  requests to /v1/traces and /v1/metrics of a collector (OTLP over HTTP, protobuf)
 
-Trace and span ids come from the rollout's id: one that is sent again has the same ids.
+Trace and span ids are derived from the rollout's id, so a trace that is sent again has the same
+ids.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 MAX_SPANS, MAX_POINTS = 512, 512
-"""Spans, and points of metrics, in one request."""
+"""Maximum number of spans, and of metric points, in one request."""
 
 PROVIDER = "_CREDENTIAL_PROVIDER"
-"""End of the names of OpenTelemetry's variables that name a plugin for the session."""
+"""Suffix of the OpenTelemetry variables that select a plugin for the session."""
 
 
 class OTelConfig(LoggerBaseConfig, name="otel"):
@@ -63,7 +64,7 @@ class OTelSink(Sink):
         from hone.sinks.spans import Spans
 
         def arguments(signal: str) -> dict[str, Any]:
-            # With an endpoint of its own the exporter adds no path to it.
+            # The exporter appends no path to an explicit endpoint.
             base = config.endpoint and config.endpoint.rstrip("/")
             endpoint = base and f"{base}/v1/{signal}"
             own = {"endpoint": endpoint, "headers": config.headers or None, "timeout": 10}
@@ -135,12 +136,14 @@ class NotAccepted(Exception):
 
 
 class Answers:
-    """The statuses of the answers to an exporter, which logs them and tells only of a failure."""
+    """Records response statuses: the exporter itself only logs them and reports a failure."""
 
     def __init__(self) -> None:
         self.session = None
         self._status: int | None = None
-        if not any(name.endswith(PROVIDER) for name in os.environ):  # else it makes the session
+        if not any(
+            name.endswith(PROVIDER) for name in os.environ
+        ):  # otherwise it creates the session
             import requests
 
             self.session = requests.Session()

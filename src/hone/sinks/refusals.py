@@ -1,10 +1,11 @@
-"""Items that a service refuses for good: they are logged, counted and skipped.
+"""Items that a service rejects permanently: they are logged, counted and skipped.
 
 In:   the error of a request; a sink's items that wait for a flush
-Out:  whether another try would end the same way; batches without the items that are refused
+Out:  whether a retry would fail in the same way; batches without the rejected items
 
-A request fails for good by its content (400, 409, 413, 422). A wrong key or address (401, 403, 404)
-is none of the item's: it fails every request, so the logger stops and says why.
+A request fails permanently because of its content (400, 409, 413, 422). A wrong key or address
+(401, 403, 404) has nothing to do with the item: every request fails, so the logger stops and says
+why.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def status_of(error: BaseException) -> Any:
-    """The HTTP status of a client's error, in the ways that clients have; None without an answer."""
+    """The HTTP status of a client's error, whichever library raised it; None without a response."""
     if (response := getattr(error, "response", None)) is not None:
         return getattr(response, "status_code", None)
     if ask := getattr(error, "get_http_status_code", None):  # MLflow
@@ -39,12 +40,12 @@ class Outbox(Generic[T]):
         send: Callable[[list[T]], object],
         refuse: Callable[[Exception], object],
     ) -> None:
-        """`limit`: items in a batch; `refuse` is called for each item that is refused for good."""
+        """`limit`: items per batch; `refuse` is called for each permanently rejected item."""
         self.items: list[T] = []
         self._limit, self._send, self._refuse = limit, send, refuse
 
     def flush(self) -> None:
-        """Send all items; raises what `send` raises, with the items that were not sent kept."""
+        """Send all items; raises what `send` raises, and keeps the items that were not sent."""
         size = self._limit
         while self.items:
             batch = self.items[:size]
@@ -54,7 +55,7 @@ class Outbox(Generic[T]):
                 if not is_refusal(error):
                     raise
                 if len(batch) > 1:
-                    size = len(batch) // 2  # until the refused item is alone
+                    size = len(batch) // 2  # until the rejected item is alone
                     continue
                 self._refuse(error)
             del self.items[: len(batch)]

@@ -29,7 +29,7 @@ LOCK_S = 10.0
 WANDB, WANDB_KEY = "wandb", "WANDB_API_KEY"
 
 _open: dict[Path, "Reporter"] = {}
-"""By directory: two models of one name share their loggers."""
+"""Reporters by directory: two models of the same name share their loggers."""
 
 
 def logger_names(report_metrics: Sequence[str] | None) -> list[str]:
@@ -67,9 +67,9 @@ class Reporter:
     def __init__(self, directory: Path, configs: Sequence[LoggerBaseConfig], **run: str) -> None:
         """`run`: name, project and base model, for the services.
 
-        The id of the run is made with the first event of the directory: the name of the model's
-        directory, which has no slashes, and a random part, because a service may have a run of
-        a model with the same name from elsewhere.
+        The id of the run is chosen with the first event of the directory: the name of the model's
+        directory, which has no slashes, and a random suffix, because a service may already have a
+        run of another model with the same name.
         """
         self._began = time.monotonic()
         self._events = EventLog(directory / FILE)
@@ -102,7 +102,7 @@ def report(
     entity: str | None = None,
     **run: str,
 ) -> None:
-    """Send metrics of a step; returns at once.
+    """Send metrics of a step; returns immediately.
 
     `run`: name and project of the model, and its base model.
     """

@@ -3,7 +3,8 @@
 In:   Points
 Out:  `tensorboard/` in the run directory (or `log_dir`), for `tensorboard --logdir`
 
-Each session writes a file of its own. What earlier files hold is read first, and not written again.
+Each session writes its own file. It first reads the earlier files, and does not write their values
+again.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -26,8 +27,8 @@ class TensorBoardConfig(LoggerBaseConfig, name="tensorboard"):
     extra: ClassVar[str] = "tensorboard"
 
     log_dir: Path | None = None
-    """Directory of the event files; `tensorboard` in the run directory if not set. A directory of
-    the run's id is made in it."""
+    """Event files are written to a directory named after the run's id in here; to `tensorboard` in the
+    run directory if not set."""
 
 
 class TensorBoardSink(Sink):

@@ -18,7 +18,8 @@ from hone.sinks.base import Point, RoundTable, Run, Sink
 Row = tuple[int, frozenset[tuple[str, float]]]
 """Step and values of a row."""
 MAX_ROWS = 10_000
-"""Rows of a run that a server of Trackio returns at most; of more it returns a sample."""
+"""Maximum number of rows of a run that a Trackio server returns; beyond that it returns a
+sample."""
 
 
 class TrackioConfig(LoggerBaseConfig, name="trackio"):
@@ -32,7 +33,7 @@ class TrackioConfig(LoggerBaseConfig, name="trackio"):
     run_name: str | None = None
     """Name of the run; its id if not set."""
     space_id: str | None = None
-    """Space of Hugging Face to log to; a database on this machine if not set."""
+    """Hugging Face Space to log to; a database on this machine if not set."""
     server_url: str | None = None
     """Trackio server to log to; a database on this machine if not set."""
     rollouts: bool = True
@@ -111,7 +112,7 @@ class TrackioSink(Sink):
         from trackio.utils import resolve_space_id_and_server_url
 
         targets = self._config.space_id, self._config.server_url
-        space, server = resolve_space_id_and_server_url(*targets)  # or as the environment says
+        space, server = resolve_space_id_and_server_url(*targets)  # or as set in the environment
         if space is None and server is None:
             return SQLiteStorage.get_logs(self._project, self._name)
         from huggingface_hub import get_token, repo_exists

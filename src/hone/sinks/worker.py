@@ -4,10 +4,10 @@ In:   stdin: a line of JSON (the Settings), then a byte whenever an event was ap
       the end of the session
 Out:  the sink; `loggers/NAME.json` in the run directory says how much was sent
 
-A process of its own, because the packages of services start threads, patch modules, write to stdout
-and wait for the network: none of that may happen where rollouts run. The cursor moves only after
-the sink has flushed. A lock admits one process at a time; it sends the events of all programs that
-append to the log, and the others wait until it has.
+This is a separate process, because the packages of services start threads, patch modules, write to
+stdout and wait for the network: none of that may happen where rollouts run. The cursor moves only
+after the sink has flushed. A lock admits one process at a time; it sends the events of all programs
+that append to the log, and the others wait until it has.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ from hone.sinks.refusals import is_refusal
 FOLDER = "loggers"
 """Folder in the run directory."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
-"""Between two tries."""
+"""Initial and maximum time between two attempts."""
 NICENESS = 5
-"""Rollouts and the learner come first."""
+"""Niceness: rollouts and the learner have priority."""
 POLL_S = 0.5
-"""Between two looks at what other programs append."""
+"""Time between two checks for events that other programs append."""
 
 T = TypeVar("T")
 log = logging.getLogger("hone.sinks")
@@ -72,7 +72,7 @@ class Cursor(BaseModel):
     lines: int = 0
     """Lines of events.jsonl."""
     refused: int = 0
-    """Items that the service refused for good; they are skipped."""
+    """Number of items that the service rejected permanently; they are skipped."""
     error: str | None = None
     """Why the logger stopped; null if it did not."""
 
@@ -111,7 +111,7 @@ class Bell:
         return Settings.model_validate(json.loads(line))
 
     def wait(self) -> None:
-        """Until an event was appended, or the session ends; for POLL_S at most."""
+        """Wait until an event is appended or the session ends; at most POLL_S."""
         if not self.ended:
             self._read(POLL_S)
 
@@ -135,10 +135,10 @@ class Worker:
         self.directory, self.config, self.bell = settings.directory, config, bell
         self.path = settings.directory / FOLDER / f"{settings.name}.json"
         self.cursor = Cursor.load(self.path)
-        """Of this run, once it is known."""
+        """Cursor of this run, once the run is known."""
 
     def run(self, factory: Callable[[Any, Any], AsyncIterator[Sink]]) -> None:
-        """Until the session ends and everything was sent; raises GaveUp."""
+        """Run until the session ends and everything is sent; raises GaveUp."""
         while (run := run_of(self.directory)) is None or self.has_sent_all(run.id):
             if self.bell.ended:
                 return  # the run never started, or was sent in an earlier session
@@ -187,7 +187,7 @@ class Worker:
         self.cursor.save(self.path)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Retry what fails, with growing pauses; raises GaveUp after `timeout_s`.
+        """Run `action`, and retry it with growing pauses; raises GaveUp after `timeout_s`.
 
         The end of the session is followed by a try: an interrupted run waits for a few seconds only.
         """
