@@ -141,9 +141,8 @@ class Answers:
     def __init__(self) -> None:
         self.session = None
         self._status: int | None = None
-        if not any(
-            name.endswith(PROVIDER) for name in os.environ
-        ):  # otherwise it creates the session
+        # With such a variable, the exporter creates the session itself.
+        if not any(name.endswith(PROVIDER) for name in os.environ):
             import requests
 
             self.session = requests.Session()

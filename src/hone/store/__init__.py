@@ -1,1 +1,1 @@
-"""What the server must remember: one SQLite file and the checkpoints beside it."""
+"""The server's persistent state: one SQLite file and the checkpoints beside it."""

@@ -1,10 +1,10 @@
-"""Recorded calls as rows of SQLite, and back.
+"""Convert recorded calls to SQLite rows, and back.
 
 In:   a RecordedCall, and the call it continues
 Out:  a Row with what the call adds to its parent; whole calls from rows
 
-Ids are int32; log-probabilities are float32 where that loses nothing, else float64. Both are in the
-byte order of this machine: a state directory cannot move between kinds of processors.
+Ids are int32; log-probabilities are float32 if that loses nothing, otherwise float64. Both use this
+machine's byte order: a state directory cannot be moved between processors of different byte order.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _ROW_BYTES = 200
 
 
 class Row:
-    """A call, as what it adds to its parent."""
+    """A call, stored as what it adds to its parent."""
 
     def __init__(self, call: RecordedCall, parent: RecordedCall | None) -> None:
         self.call = call
@@ -77,7 +77,7 @@ def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
 
 
 def read_calls(query: Any, seqs: Sequence[int]) -> list[RecordedCall]:
-    """Whole calls by their place in the table, in this order. `query` runs SQL and gives rows.
+    """Whole calls by their `seq`, in this order. `query` runs SQL and returns rows.
 
     A parent is always older than its child, so it is built first.
     """
@@ -161,7 +161,7 @@ def digest(ids: bytes) -> bytes:
 
 
 def _pack(value: dict[str, Any]) -> bytes:
-    text = to_json(value)  # infinite numbers as Python's json writes and reads them
+    text = to_json(value)  # infinite numbers in the form that Python's json writes and reads
     return b"z" + zlib.compress(text, 1) if len(text) > 512 else b"j" + text
 
 

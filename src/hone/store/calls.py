@@ -1,13 +1,13 @@
-"""Every answered call, to the token, by rollout and by the ids it sampled.
+"""Every answered call, with its tokens, by rollout and by its sampled ids.
 
 In:   RecordedCalls as the chat routes answer them; runs as they open and close
 Out:  the same values, bit for bit, until they are pruned
 
-To store a conversation of t turns once and not t times, a call is stored as its parent and what it
-adds: how many leading ids of the parent's prompt and completion it repeats and the ids that follow,
-and likewise its messages. Before a parent is pruned its children are made whole, so that no call
-depends on one that is gone. Log-probabilities keep every bit: a client sends its copy back as JSON,
-and the two are compared.
+To store a conversation of t turns once and not t times, a call is stored as a reference to its
+parent and what it adds: how many leading ids of the parent's prompt and completion it repeats, and
+the ids that follow; likewise for its messages. Before a parent is pruned, its children are stored
+whole, so that no call depends on a deleted one. Log-probabilities are stored exactly, because a
+client sends its copy back as JSON and the two are compared.
 """
 
 import json
@@ -64,7 +64,7 @@ _FREE = """
     NOT EXISTS (SELECT 1 FROM runs WHERE runs.id = calls.run AND runs.closed_at IS NULL)
     AND NOT EXISTS (SELECT 1 FROM call_refs WHERE call_refs.call = calls.id)
 """
-"""Calls that belong to no open run and that no job refers to."""
+"""SQL condition for calls that belong to no open run and that no job refers to."""
 _PRUNED_AT_ONCE = 200
 """Calls deleted in one transaction; requests that record a call wait for it."""
 
@@ -81,7 +81,7 @@ class CallStore:
         self._store = store
         self._lock = threading.Lock()
         self._open: dict[str, tuple[RunSpec, float]] = {}
-        """In memory, because every request of a rollout reads it."""
+        """Open runs, in memory because every request of a rollout reads them."""
         self._opened: dict[str, float] = {}
         """When each run was last opened by a client of this server."""
         self._unmarked: Counter[str] = Counter()
@@ -104,9 +104,9 @@ class CallStore:
             }
 
     def open_run(self, spec: RunSpec) -> None:
-        """Keep this run's calls until it is closed.
+        """Open a run: its calls are kept until it is closed.
 
-        It may be opened again, with other aliases, but not with another model or seed.
+        It may be opened again with other aliases, but not with another model or seed.
         """
         with self._lock:
             with self._store.transaction() as db:
@@ -127,7 +127,7 @@ class CallStore:
             self._opened[spec.id] = time.time()
 
     def close_run(self, run: str) -> None:
-        """Allow its calls to be pruned. Closing twice changes nothing."""
+        """Close a run, so that its calls can be pruned. Closing twice changes nothing."""
         with self._lock:
             with self._store.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone() is None:
@@ -140,14 +140,14 @@ class CallStore:
             self._opened.pop(run, None)
 
     def close_idle_runs(self, idle_s: float) -> list[str]:
-        """Close runs that were not opened and made no call for so long; returns their ids."""
+        """Close runs that were not opened and made no call for `idle_s`; returns their ids."""
         before = time.time() - idle_s
         rows = self._store.query(
             "SELECT id FROM runs WHERE closed_at IS NULL AND opened_at < ? AND NOT EXISTS "
             "(SELECT 1 FROM calls WHERE calls.run = runs.id AND calls.created_at >= ?)",
             (before, before),
         )
-        # A run that was opened again since is younger than its row.
+        # A run that was reopened since is newer than its row.
         idle = [row["id"] for row in rows if self._opened.get(row["id"], 0.0) < before]
         for run in idle:
             self.close_run(run)
@@ -184,7 +184,7 @@ class CallStore:
         return self._open[name][0]
 
     def opened_on(self, run: RunSpec) -> date | None:
-        """The day an open run was first opened: what its templates print for today."""
+        """The day on which an open run was first opened: the date that its templates print."""
         _, opened_at = self._open.get(run.id, (run, None))
         return None if opened_at is None else datetime.fromtimestamp(opened_at, UTC).date()
 
@@ -221,7 +221,7 @@ class CallStore:
             self._unmarked.update(call.model for call in unmarked if not call.call.function)
 
     def has_rollout(self, rollout: str) -> bool:
-        """Whether a call of this rollout is recorded. Reads an index alone."""
+        """Whether a call of this rollout is recorded. Reads only an index."""
         query = "SELECT 1 FROM calls WHERE rollout = ? LIMIT 1"
         return bool(self._store.query(query, (rollout,)))
 
@@ -246,11 +246,11 @@ class CallStore:
         return read_calls(self._store.query, [seqs[call] for call in ids])
 
     def drop_request_fields(self, call_id: str) -> None:
-        """Forget the fields of the request that a call answered; the call itself stays."""
+        """Delete the request fields of a call; the call itself stays."""
         (call,) = self.get([call_id])
         with self._store.transaction() as db:
             row = db.execute("SELECT body FROM calls WHERE id = ?", (call.id,)).fetchone()
-            if row is not None:  # not pruned since
+            if row is not None:  # it may have been pruned since
                 body = without_request_fields(row["body"])
                 db.execute("UPDATE calls SET body = ? WHERE id = ?", (body, call.id))
 
@@ -270,14 +270,14 @@ class CallStore:
     # ---- keeping and pruning ----------------------------------------------------------------
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
-        """Delete calls that are too old, then the oldest beyond the size; never one still needed."""
+        """Delete calls that are too old, then the oldest beyond `max_bytes`; keep those in use."""
         before, pruned, oldest = time.time() - max_age_s, 0, 0.0
         (row,) = self._store.query("SELECT coalesce(sum(size), 0) AS n FROM calls")
         excess = row["n"] - max_bytes
         while deleted := self._prune_some(oldest, before, excess):
             pruned += len(deleted)
             excess -= sum(row["size"] for row in deleted)
-            oldest = deleted[-1]["created_at"]  # the next batch passes over no older ones again
+            oldest = deleted[-1]["created_at"]  # where the next batch starts
         return pruned
 
     def _prune_some(self, oldest: float, before: float, excess: int) -> list[sqlite3.Row]:

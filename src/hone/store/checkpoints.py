@@ -2,15 +2,15 @@
 
 In:   a function that writes the files of one step
 Out:  ROOT/PROJECT/models/NAME/checkpoints/0000, 0001, ...; beside them history.jsonl, and
-      trajectories/SPLIT/STEP.jsonl with one logged group a line
+trajectories/SPLIT/STEP.jsonl with one logged group per line
 
-A directory named by its number is whole and proved. It is written under another name, synced with a
-manifest that holds every file's SHA-256, and renamed; a trained step first becomes NNNN.unproved,
-which is not served, and gets its number once the engine has answered with it. So a crash at any
-moment, and a failed publish, both leave the step before it as the newest.
+A directory named by its number is complete and proved. It is written under another name, synced
+with a manifest that contains every file's SHA-256, and renamed; a trained step first becomes
+NNNN.unproved, which is not served, and gets its number once the engine has proved that it serves
+it. So a crash at any moment, or a failed publish, leaves the previous step as the newest.
 
 A step is corrupted only if a file is missing, does not parse or has another hash. A file that cannot
-be read just now is none of these: StorageError is raised and nothing is renamed.
+be read for now is not corrupted: StorageError is raised and nothing is renamed.
 """
 
 import itertools
@@ -60,7 +60,7 @@ class Checkpoint:
     step: int
     path: Path
     sha256: str
-    """Hash of the adapter's tensors, which names it in an engine."""
+    """Hash of the adapter's tensors, which identifies it in an engine."""
     manifest: dict[str, Any]
 
     @property
@@ -106,8 +106,8 @@ class Checkpoints:
     ) -> Checkpoint:
         """Write a step from the files that `fill` writes; `fill` returns the adapter's hash.
 
-        `meanwhile` may read the files of the step, whose path is not the last one, while they are hashed
-        and synced; they are renamed after it.
+        `meanwhile` may read the files of the step, at a temporary path, while they are hashed and
+        synced; the directory is renamed after it returns.
         """
         target = self._directory(key, step, "" if proved else UNPROVED)
         partial = target.with_name(f".{target.name}.partial")
@@ -146,7 +146,7 @@ class Checkpoints:
         return Checkpoint(key, step, target, sha256, content)
 
     def promote(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Give a proved step its number: from now on it is the newest."""
+        """Give a proved step its number, which makes it the newest."""
         if checkpoint.proved:
             return checkpoint
         target = checkpoint.path.with_name(f"{checkpoint.step:04d}")
@@ -163,7 +163,7 @@ class Checkpoints:
             spared = {newest.step} if newest else set()
             gone = sorted({c.step for c in self.list(key)} & set(steps) - spared)
             for step in gone:
-                # Renamed first, so that a crash cannot leave a part of it under its number.
+                # Renamed first, so that a crash cannot leave an incomplete step under its number.
                 path = self._directory(key, step)
                 aside = path.with_name(f".{step:04d}.deleted")
                 with storage(path):
@@ -181,7 +181,7 @@ class Checkpoints:
         steps: Iterable[int] = (),
         smoothing: float = 1.0,
     ) -> Steps:
-        """Delete all but the last so many, the best by a metric, and `steps`; returns the deleted ones."""
+        """Delete all but the newest `last`, the best by a metric, and `steps`; returns the deleted."""
         have = [checkpoint.step for checkpoint in self.list(key)]
         spared = {*steps, *(have[-last:] if last else ())}
         if best is not None and (top := self.best(key, best, smoothing)) is not None:
@@ -267,7 +267,7 @@ class Checkpoints:
     def best(self, key: ModelKey, metric: str = "val/reward", smoothing: float = 1.0) -> int | None:
         """The retained step with the highest mean of a metric, smoothed over steps; None if none.
 
-        1 does not smooth; less weighs earlier steps in, as polars' ewm_mean does.
+        1 means no smoothing; smaller values weight earlier steps, as polars' ewm_mean does.
         """
         values: dict[int, list[float]] = {}
         for line in self.history(key):
@@ -322,7 +322,7 @@ class Checkpoints:
             return None
 
     def _wrong(self, checkpoint: Checkpoint | None) -> str | None:
-        """Why the files are not those that were written; None if they are. Cached until touched."""
+        """Why the files are not as they were written; None if they are. Cached until changed."""
         if checkpoint is None:
             return "manifest.json cannot be read"
         path, files = checkpoint.path, checkpoint.manifest["files"]

@@ -1,15 +1,15 @@
 """The server's root directory, and the SQLite file in it.
 
 In:   --root; SQL, from any thread
-Out:  a directory that other users cannot read; rows; transactions that happen whole or not at all
+Out:  a directory that other users cannot read; rows; atomic transactions
 
 One connection writes, under a lock, so that "database is locked" cannot happen; readers have their
 own connections and see the last commit. A durable transaction is on the disk when it returns
 (jobs); any other survives a `kill -9`, but not a loss of power (calls). A full disk raises DiskFull,
 a failing disk StorageError; both leave the state as it was.
 
-The root holds the server's key and every recorded conversation. The mode of a directory with files
-of others is never changed: with `--root /tmp` that would lock out every other user.
+The root contains the server's key and every recorded conversation. The mode of a directory that
+contains other files is never changed: with `--root /tmp`, that would lock out every other user.
 """
 
 import os
@@ -26,7 +26,7 @@ from hone.errors import ServerError, StateError
 from hone.store.failpoints import failpoint
 
 FAILPOINTS = ("store/before-commit", "store/after-commit")
-"""Around every durable commit."""
+"""Failpoints around every durable commit."""
 
 VERSION = 1
 """Incremented with every change that `CREATE ... IF NOT EXISTS` in the schemas does not cover; such a
@@ -34,7 +34,7 @@ change also needs SQL that migrates older files."""
 
 
 _OURS = ("state.sqlite", "server.lock", "logs", "api_key", "runs", "evals")
-"""A directory with one of these belongs to hone: a root, or the default place of runs and evals."""
+"""A directory with one of these names belongs to hone: a root, or the default directory of runs."""
 
 
 def make_root(root: Path) -> None:
@@ -69,7 +69,7 @@ class Store:
         `schemas` None: for queries only; another process writes the file.
         """
         self.path = path
-        self._writing = threading.RLock()  # one inside another is an error then, not a deadlock
+        self._writing = threading.RLock()  # so a nested transaction is an error, not a deadlock
         self._idle_readers: list[sqlite3.Connection] = []
         self._closed = False
         self._writes = schemas is not None
@@ -88,10 +88,10 @@ class Store:
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """Everything inside is committed at the end, or nothing if it raises."""
+        """Commit everything in the block at its end, or nothing if it raises."""
         with self._writing, storage(self.path):
             self._check_open()
-            # May not be changed inside a transaction; FULL syncs the log at every commit.
+            # Cannot be changed inside a transaction; FULL syncs the log at every commit.
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -100,7 +100,7 @@ class Store:
                     failpoint("store/before-commit")
                 self._writer.execute("COMMIT")
             except BaseException:
-                with suppress(sqlite3.OperationalError):  # SQLite may have rolled back itself
+                with suppress(sqlite3.OperationalError):  # SQLite may already have rolled back
                     self._writer.execute("ROLLBACK")
                 raise
             if durable:

@@ -3,8 +3,8 @@
 In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
 Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
 
-The template written is the one hone renders with: the base model's, with the arguments the model
-was registered with. The directory appears whole, or not at all.
+The exported template is the one that hone renders with: the base model's, with the arguments that
+the model was registered with. The directory appears complete or not at all.
 """
 
 import json
@@ -85,16 +85,16 @@ def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -
 
 
 def public_name(files: ModelFiles) -> str:
-    """The name under which others find the base model: on the hub, else a path of this machine.
+    """The public name of the base model: its name on the hub, otherwise a path on this machine.
 
-    A model from a wheel gets the name of the original that was quantised: PEFT does not know hone's
-    names, and a path into this machine's cache means nothing elsewhere.
+    A model from a wheel gets the name of the original that was quantized: PEFT does not know hone's
+    names, and a path into this machine's cache is useless elsewhere.
     """
     if files.source in ("cache", "hub"):
         return files.name
     if files.source == "wheel":
         return WHEELS[files.name].original
-    for part in files.path.parts:  # a snapshot in the hub's cache, given as a directory
+    for part in files.path.parts:  # a snapshot in the hub's cache
         if match := _HUB_CACHE.fullmatch(part):
             return "/".join(match.groups())
     return str(files.path)
@@ -107,7 +107,7 @@ def _write_merged(checkpoint: Checkpoint, files: ModelFiles, directory: Path) ->
             f"those in {files.path} now, and merging would give nonsense. Put the old weights back, "
             "or export the adapter without --merge."
         )
-    # Here, because they take seconds to load.
+    # Imported here: they take seconds to load.
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,9 @@ In:   events of jobs, inside the transaction that changes the job; progress, out
 Out:  JobEvents by ascending ids; listeners are woken and need not poll
 
 A listener never sees a change that a crash could undo. Progress changes nothing and is never
-written. Ids count up from the time at which the server started, in microseconds, and from far above
-the last that was written where the clock went back: an id that a crash lost is not used again, and
-a client that saw it misses nothing that follows.
+written. Ids count up from the server's start time in microseconds or, if the clock went back, from
+far above the last written id: an id that a crash lost is never reused, so a client that saw it
+misses none of the events that follow.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ class JobEvents:
     def __init__(self, store: Store, *, keep_progress: int) -> None:
         self._store = store
         self.stopping = False
-        """The server stops; `wait_event` returns at once."""
+        """Whether the server is stopping; `wait_event` then returns at once."""
         self.lock = threading.RLock()
         """Held from choosing an event's id to storing it, so that ids appear in order."""
         (row,) = store.query("SELECT coalesce(max(id), 0) AS id FROM job_events")
         self._last = max(row["id"] + LOST, int(time.time() * 1e6))
         self._progress: deque[JobEvent] = deque(maxlen=keep_progress)
         self.unwritten: list[JobEvent] = []
-        """Durable events that a failing disk refused."""
+        """Durable events that could not be written because the disk failed."""
         self._listeners: set[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def new_event(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
@@ -57,7 +57,7 @@ class JobEvents:
             return JobEvent(id=self._last, job=job_id, type=type, at=time.time(), data=data)
 
     def progress(self, job_id: str, data: dict[str, Any]) -> None:
-        """Emit how far a job is."""
+        """Emit the progress of a job."""
         with self.lock:
             self._progress.append(self.new_event(job_id, "progress", data))
         self.wake(job_id)
@@ -79,7 +79,8 @@ class JobEvents:
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         """Events with a larger id than `after`, in order."""
-        # Memory first: an event that is written meanwhile is then read twice, and not never.
+        # Memory first: an event that is written meanwhile is then read twice instead of being
+        # missed.
         with self.lock:
             memory = (*self._progress, *self.unwritten)
         events = {event.id: event for event in memory if event.job == job_id and event.id > after}

@@ -54,21 +54,21 @@ NEXT: dict[JobState, tuple[JobState, ...]] = {
 FINAL = tuple(state for state in get_args(JobState) if state not in NEXT)
 
 ATTEMPTS = 3
-"""A job that was running at so many consecutive deaths of the server is taken to be their cause."""
+"""A job that was running in this many consecutive crashes of the server is taken as their cause."""
 HEARTBEAT_S = 15.0
-"""A stream of events shows that it is alive after so much silence."""
+"""Seconds of silence after which an event stream sends a heartbeat."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The checkpoint a job starts from, and what decides its bits on this machine."""
+    """The checkpoint that a job starts from, and the settings that determine its exact result."""
 
     step: int
     sha256: str
     dtype: str
     row_tokens: int
-    """For jobs that name none; a job pinned before keeps its own."""
+    """The row size for jobs that set none; a job that was pinned before keeps its own."""
 
 
 # Named here because `list` is a method below.
@@ -83,7 +83,8 @@ class JobStore(JobEvents):
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
         self.cancelling: set[str] = set()
-        """Jobs that were changed here, have not ended, and are to be cancelled."""
+        """Ids of jobs that were changed in this process, have not ended, and are to be
+        cancelled."""
 
     # ---- reading ----------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class JobStore(JobEvents):
         return JobInfo.model_validate_json(rows[0]["info"])
 
     def packed_groups(self, job_id: str) -> bytes:
-        """What it trains on, as it is stored; the learner unpacks it."""
+        """The groups of a job, packed as they are stored; the learner unpacks them."""
         job = self.get(job_id)
         row = self._store.query("SELECT groups FROM jobs WHERE id = ?", (job_id,))[0]
         if not row["groups"]:
@@ -111,8 +112,8 @@ class JobStore(JobEvents):
     def list(
         self, *, model: ModelKey | None = None, state: JobState | None = None, limit: int = 100
     ) -> Jobs:
-        """The newest first."""
-        pending = dict(self._pending)  # of these the disk has another state
+        """Jobs, the newest first."""
+        pending = dict(self._pending)  # their state on disk is outdated
         columns = {"model": None if model is None else str(model), "state": state}
         where = " AND ".join(["1", *(f"{name} = :{name}" for name, v in columns.items() if v)])
         rows = self._store.query(
@@ -180,7 +181,7 @@ class JobStore(JobEvents):
             if not batch and job.state in FINAL:
                 return
             if not batch and not await self.wait_event(job_id, after, heartbeat_s):
-                if self.stopping:  # which would wait for this; the client asks again
+                if self.stopping:  # the server would wait for this stream; the client reconnects
                     return
                 yield None
 
@@ -237,7 +238,7 @@ class JobStore(JobEvents):
         return job
 
     def prune(self, *, max_age_s: float, max_bytes: int) -> int:
-        """Delete the groups of jobs that ended too long ago, then of the oldest beyond the size."""
+        """Delete groups of jobs that ended too long ago, then of the oldest beyond `max_bytes`."""
         with self._store.transaction() as db:
             cursor = db.execute(
                 "UPDATE jobs SET groups = x'' WHERE id IN (SELECT id FROM (SELECT id, ended, "
@@ -315,7 +316,7 @@ class JobStore(JobEvents):
         jobs that were queued, and those that failed.
         """
         queued, failed = [], []
-        with self._writing() as db:  # those that wait were not running at this death
+        with self._writing() as db:  # queued jobs were not running in this crash
             db.execute(
                 "UPDATE jobs SET info = json_set(info, '$.server_deaths', 0) WHERE state = 'queued'"
             )
@@ -336,7 +337,7 @@ class JobStore(JobEvents):
     def _change(
         self, job_id: str, change: Callable[[JobInfo], dict[str, Any]], *, remember: bool = False
     ) -> JobInfo:
-        """Give a job the fields that `change` returns; no event if nothing changed."""
+        """Update a job with the fields that `change` returns; no event if nothing changed."""
         with self.lock:
             before = self.get(job_id)
             job = JobInfo.model_validate({**before.model_dump(), **change(before)})
@@ -364,7 +365,7 @@ class JobStore(JobEvents):
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
-        """A durable transaction; it begins with what a failing disk refused before."""
+        """A durable transaction that first writes what an earlier disk failure delayed."""
         with self.lock:
             with self._store.transaction(durable=True) as db:
                 for job in self._pending.values():

@@ -1,11 +1,12 @@
-"""Registered models: names over base models.
+"""Registered models: names for adapters of a base model.
 
 In:   ModelSpecs, from POST /v1/training/models and ART's register
 Out:  ModelRecords, by key or by the name a client used
 
 Base model, rank, alpha and seed of a key are those of its first registration, because its
-checkpoints have that shape; its other settings may be registered anew at any time. A base model has
-one canonical name, however a client writes it, so that it is loaded once. rename.py renames models.
+checkpoints depend on them; other settings may be changed by registering again. A base model has one
+canonical name, whatever spelling a client uses, so that it is loaded once. rename.py renames
+models.
 """
 
 import threading
@@ -37,7 +38,7 @@ CREATE TABLE IF NOT EXISTS renames (
 """
 
 FIXED = ("base_model", "rank", "alpha", "seed")
-"""Fields that a key keeps for ever."""
+"""Fields that cannot change after the first registration."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ModelStore:
         self._known: Records | None = None
 
     def register(self, spec: ModelSpec) -> ModelRecord:
-        """Idempotent. Raises Conflict, with both values, if a fixed field changed."""
+        """Register a model. Idempotent. Raises Conflict if a fixed field changed."""
         spec = spec.model_copy(update={"base_model": canonical(spec.base_model)})
         with self._store.transaction(durable=True) as db:
             known = self.list()
@@ -84,8 +85,8 @@ class ModelStore:
     def find(self, name: str, project: str | None = None) -> ModelRecord:
         """By NAME or PROJECT/NAME; a NAME that several projects have is a Conflict.
 
-        Within a `project`, its own model of that NAME goes first. A NAME may be as its user wrote
-        it, with spaces and slashes.
+        With `project`, that project's own model of the NAME comes first. A NAME may contain spaces
+        and slashes, as its user wrote it.
         """
         record = self.find_or_none(name, project)
         if record is None:
