@@ -1,10 +1,10 @@
-"""Where an agent outside this process reaches the model of its rollout.
+"""The address at which an agent outside this process reaches the model of its rollout.
 
 In:   the model of a workflow, and the open rollout
 Out:  Address: base URLs, key and model name; the same values for `{placeholders}` and environments
 
-The address is the rollout's own: the server records every call that arrives there under the
-rollout, in whatever language the agent is written.
+Each rollout has its own address: the server records every call that arrives there under that
+rollout, whatever language the agent is written in.
 """
 
 import os
@@ -88,7 +88,7 @@ async def workflow_llm(name: LLMRef | None, builder: Builder) -> LLM:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with `{name}` replaced by the value of that name; other braces stay.
+    """The text with each known `{name}` replaced by its value; other braces stay.
 
     In one pass: a value that contains `{name}` is not filled in.
     """
@@ -113,8 +113,8 @@ def check_placeholders(where: str, text: str, known: Iterable[str]) -> None:
 def child_environment(address: Address, own: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with the address in it; `own` is set last, None removes."""
     env = {**os.environ, **address.environment()}
-    # Anthropic's client would send the first instead of the key, and it belongs to somebody else.
-    # The second opens the training API, the others the service of a workflow.
+    # Anthropic's client would send the first instead of the key, and it is for another server.
+    # The second is valid for the training API, the others for the service of a workflow.
     keys = ("HONE_API_KEY", "HONE_WORKFLOW_API_KEY", "HONE_ENDPOINT_API_KEY")
     for name in ("ANTHROPIC_AUTH_TOKEN", *keys):
         env.pop(name, None)

@@ -1,4 +1,4 @@
-"""`_type: adk`: an agent of Google ADK as the workflow.
+"""`_type: adk`: a Google ADK agent as the workflow.
 
 In:   `target: module:agent`: an agent, an App, a Runner, or a function that returns one
 Out:  a FunctionInfo that sends one input in a new session and returns the text of the final response
@@ -10,8 +10,8 @@ The recipe:
         return LlmAgent(name="helper", model=model, instruction="...", tools=[search])
 
 Calls carry the names of the agents from the root to the one that calls: `<workflow>.helper`, or
-`<workflow>.helper.researcher` for its sub-agent. A plugin of the runner tells which agent calls the
-model; it changes nothing.
+`<workflow>.helper.researcher` for its sub-agent. A plugin of the runner records which agent calls
+the model; it changes nothing else.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -38,18 +38,18 @@ _agent: ContextVar[str] = ContextVar("hone_adk_agent", default="")
 
 
 class AdkConfig(FrameworkConfig, name="adk"):
-    """An agent of Google ADK, with a new session per rollout."""
+    """A Google ADK agent, with a new session per rollout."""
 
     max_llm_calls: int | None = Field(default=None, gt=0)
-    """Largest number of model calls of a rollout; ADK's default if not set. A rollout that reaches it
-    is a failure of the policy (`step_limit`)."""
+    """Maximum number of model calls per rollout; ADK's default if not set. A rollout that reaches it
+    is a policy failure (`step_limit`)."""
     state: dict[str, Any] = Field(default_factory=dict)
     """State of a new session."""
 
 
 @register_function(config_type=AdkConfig)
 async def adk(config: AdkConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    """An agent of Google ADK."""
+    """A Google ADK agent."""
     require("google.adk", "adk")
     from google.adk.agents import BaseAgent
     from google.adk.agents.invocation_context import LlmCallsLimitExceededError
@@ -105,7 +105,7 @@ async def adk(config: AdkConfig, builder: Builder) -> AsyncIterator[FunctionInfo
 def _runner(agent: Any) -> tuple[Any, bool]:
     """A runner for the agent, with the plugin that names the agent of each call.
 
-    Also whether it is made here, and so to be closed here.
+    Also returns whether it was created here and must be closed here.
     """
     from google.adk.apps import App
     from google.adk.runners import InMemoryRunner, Runner
@@ -124,7 +124,7 @@ def _plugin() -> Any:
     from google.adk.plugins.base_plugin import BasePlugin
 
     class AgentNames(BasePlugin):
-        """Notes which agent is about to call the model."""
+        """Records which agent is about to call the model."""
 
         async def before_model_callback(self, *, callback_context: Any, llm_request: Any) -> None:
             # Awaited in the task that sends the request, so the request sees the value.

@@ -4,9 +4,9 @@ In:   `command: [node, "{config_dir}/agent.mjs"]`; the input on stdin, as `{inpu
 Out:  a FunctionInfo that runs the program and returns its stdout, or the text of `output_file`
 
 The program finds the model in its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-HONE_MODEL, ...), at an address of the rollout's own, so it needs no code for hone. Nothing goes
-through a shell: an input with quotes in it is data. Exit status, timeout and stderr of a program
-that fails are the rollout's failure.
+HONE_MODEL, ...), at the rollout's own address, so it needs no hone code. No shell is involved: an
+input with quotes in it is data. If the program fails, its exit status, timeout and stderr become
+the rollout's failure.
 """
 
 import json
@@ -76,30 +76,30 @@ class CommandConfig(FunctionBaseConfig, name="command"):
     """A key of `llms`: the model the program calls. By default the model in training, or the only
     entry of `llms`."""
     env: dict[str, str | None] = Field(default_factory=dict)
-    """Environment variables, besides those of hone's own process; null removes one. Values may have
+    """Environment variables, besides those of hone's own process; null removes one. Values may contain
     the placeholders of the address, such as `{base_url}`."""
     input_file: Inside | None = None
     """Write the input to this file of the working directory. By default the program gets it on
     stdin, unless `command` has `{input}`."""
     output_file: Inside | None = None
     """Read the output from this file of the working directory. By default it is stdout, without
-    the newlines at its end."""
+    trailing newlines."""
     workdir: Path | None = None
     """A directory, relative to this file, whose content is copied into the working directory of
-    each rollout. By default that is empty."""
+    each rollout. By default the working directory is empty."""
     files: list[Path] = Field(default_factory=list)
-    """Files and directories, relative to this file, that are copied into it under their own name."""
+    """Files and directories, relative to this file, that are copied into it under the same name."""
     keep_workdir: Literal["never", "failed", "always"] = "never"
     """Which working directories to keep after the rollout; the failure and the log name them."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Kill the program after so many seconds. `finetuning.rollout_timeout_s` applies too."""
+    """Kill the program after this many seconds. `finetuning.rollout_timeout_s` applies too."""
     max_output_bytes: int = Field(default=2**20, gt=0)
     """A program that prints more is killed, and the rollout fails."""
     policy_failure_exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
         default_factory=list
     )
-    """Exit codes by which the program says that the model failed: `finetuning.on_policy_failure`
-    applies. Any other code than 0 is a failure of the program."""
+    """Exit codes with which the program reports that the model failed: `finetuning.on_policy_failure`
+    applies. Any other code except 0 is a failure of the program."""
     description: str | None = None
     """Shown to an agent that chooses among functions."""
 
@@ -149,7 +149,8 @@ class _Program:
         token = secrets.token_hex(16)
         directory = Path(tempfile.mkdtemp(prefix="hone-")).resolve()
         guard.add(token, str(directory))
-        # A thread goes on if this is cancelled: it is not to copy files while another removes them.
+        # The thread keeps running if this is cancelled; it must not copy files while another
+        # removes them.
         lock = threading.Lock()
         ended = False
         try:
@@ -194,7 +195,7 @@ class _Program:
         return await in_thread(self._output, directory, ended)
 
     def _check(self, ended: Ended) -> None:
-        """Raise if the program says that it failed."""
+        """Raise if the program failed."""
         if not ended.status:
             return
         stderr = ended.stderr.decode(errors="replace").rstrip()
@@ -237,7 +238,7 @@ class _Program:
 
     def _prepare(self, directory: Path, input: str, lock: threading.Lock) -> None:
         with lock:
-            if directory.exists():  # else the rollout has ended already
+            if directory.exists():  # otherwise the rollout has already ended
                 self._fill(directory, input)
 
     def _fill(self, directory: Path, input: str) -> None:
@@ -283,7 +284,7 @@ def _clean(directory: Path, token: str, lock: threading.Lock) -> None:
 
 
 def _text(output: bytes) -> str:
-    """Text of any bytes: those that are not UTF-8 are replaced."""
+    """Bytes as text; bytes that are not UTF-8 are replaced."""
     return output.decode(errors="replace").rstrip("\r\n")
 
 

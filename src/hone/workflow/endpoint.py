@@ -3,8 +3,8 @@
 In:   the address of `hone serve-workflow` or `nat serve`, and the open rollout
 Out:  a Function that sends the input and returns the output; the steps in the rollout's recorder
 
-The rollout's id travels in X-Hone-Rollout, and `hone serve-workflow` sends it on with every model
-call, so the training server records them under this rollout.
+The header X-Hone-Rollout carries the rollout's id, and `hone serve-workflow` forwards it with every
+model call, so the training server records the calls under this rollout.
 """
 
 import json
@@ -24,7 +24,7 @@ from hone.workflow.jsonable import dumps
 from hone.workflow.service import DETAILS, answered_within, refusal, service_client
 
 KEY_VARIABLE = "HONE_ENDPOINT_API_KEY"
-"""The environment variable with the key of the endpoint."""
+"""The environment variable that contains the endpoint's key."""
 STEP, DATA = "intermediate_data: ", "data: "
 """How the lines of /generate/full begin; a line that is a JSON object is an error."""
 
@@ -81,7 +81,7 @@ class _Service:
         return self._output(response.text)
 
     def _output(self, text: str) -> Any:
-        """The output of the workflow; raises what it failed with."""
+        """The output of the workflow; raises the failure that the service reported."""
         scope, values = current(), []
         for line in text.split("\n"):  # not splitlines(): JSON may have U+2028 in it
             line = line.rstrip("\r")

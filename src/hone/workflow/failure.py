@@ -32,7 +32,7 @@ _TRUNCATED = {
     "agent_error": "raises hone.errors.PolicyFailure",
     "exit_status": "exits with one of policy_failure_exit_codes",
 }
-"""How an agent says that a truncated answer made it fail, by the reason of its failure."""
+"""How an agent can report that a truncated answer made it fail, by the reason of its failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class RolloutFailure:
 def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     """The failure of an agent that raised this error after these calls."""
     kinds = [_kind(leaf, calls) for leaf in _leaves(error)]
-    # In a group of errors, the policy is the cause only if there is no other one.
+    # In an exception group, the policy is the cause only if there is no other cause.
     kind, reason = next((k for k in kinds if k[0] == "infrastructure"), kinds[0])
     failure = failure_of(error)
     if isinstance(error, AgentFailed | PolicyFailure) and error.details:
-        # The agent is a program or a service: its own output says more than our stack.
+        # The agent is a program or a service: its own output is more useful than our stack.
         failure = failure.model_copy(update={"traceback": error.details})
     more = ""
     if reason == "connection":
@@ -109,7 +109,8 @@ def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
         return "policy" if is_policy else "infrastructure", error.reason
     reason: str | None = None
     for cause in _causes(error):
-        # A refusal may wrap this one without its code (LiteLLM's do); another failure comes first.
+        # A wrapper may lack the code of the original refusal (LiteLLM's does); other failures come
+        # first.
         if reason in (None, "agent_error") and _code(cause) == "context_length_exceeded":
             # After answers, the conversation grew too long; without any, the input was too long.
             return ("policy", "token_limit") if answers else ("infrastructure", "agent_error")
@@ -130,7 +131,7 @@ def _is_unparseable(error: BaseException | None) -> bool:
 
 
 def _code(error: BaseException) -> str | None:
-    """The code of a refusal, if the server gave one; Anthropic's client has it in the body alone."""
+    """The code of a refusal, if the server sent one; Anthropic's client has it only in the body."""
     if not any(_is(error, library, "APIStatusError") for library in ("openai", "anthropic")):
         return None
     body = getattr(error, "body", None)
@@ -177,7 +178,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group, nested groups included; an error that is no group alone."""
+    """The errors of an exception group, including nested groups; any other error by itself."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]

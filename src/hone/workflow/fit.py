@@ -1,10 +1,10 @@
-"""One input -> the arguments of a function, as its annotations say.
+"""Convert one input to the arguments of a function, according to its annotations.
 
 In:   a function's signature; an input: text, JSON text, a dict, a model, anything
 Out:  the arguments to call it with; the schema of what it takes
 
-Datasets hold text and rows, tool calls hold JSON text, agents hold objects: the annotations decide
-which of them the function gets. An input that does not fit raises pydantic's ValidationError, which
+Datasets contain text and rows, tool calls JSON text, agents objects: the annotations decide which
+of these the function gets. An input that does not fit raises pydantic's ValidationError, which
 counts as a failure of the policy if the model has answered before (workflow/failure.py).
 """
 
@@ -28,7 +28,7 @@ from pydantic_core import from_json
 from hone.errors import ConfigError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named."""
+"""Positional and keyword arguments."""
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ANY = inspect.Parameter("input", inspect.Parameter.POSITIONAL_ONLY, annotation=Any)
@@ -156,7 +156,7 @@ def _fitted(parameter: inspect.Parameter, input: Any) -> Any:
     try:
         adapter = TypeAdapter(wanted)
     except PydanticUserError:
-        return input  # a class of the user's that pydantic has no schema for
+        return input  # a user's class that pydantic has no schema for
     try:
         return adapter.validate_python(input)
     except ValidationError:
@@ -178,7 +178,7 @@ def _as_model(wanted: type[BaseModel], input: Any) -> BaseModel:
 
 
 def as_text(input: Any) -> str:
-    """Text as it is; JSON of a model, a dict or a list; str() of anything else but None."""
+    """The input as text: JSON of a model, a dict or a list, otherwise str(); None is refused."""
     if isinstance(input, BaseModel):
         return input.model_dump_json()
     if isinstance(input, dict | list | tuple):

@@ -1,11 +1,11 @@
-"""Agents of a framework: the object that `target` names, or what a factory makes of it.
+"""Agents built with a framework: the object that `target` names, or the result of a factory.
 
 In:   `target: module:object`, the model of the workflow
 Out:  the framework's object, made once or in every rollout
 
-The framework's own client calls the model, and the server records it. An adapter only gives the
-address (as arguments of the factory, or as environment variables while the module is loaded) and
-the function path (capture.scope.called_by); it reads no messages and no tokens.
+The framework's own client calls the model, and the server records the calls. An adapter only
+provides the address (as arguments of the factory, or as environment variables while the module is
+loaded) and the function path (capture.scope.called_by); it reads no messages and no tokens.
 """
 
 import importlib.util
@@ -90,7 +90,7 @@ class Agents:
         kind: str,
         prepare: Callable[[Any], Any] = lambda agent: agent,
     ) -> Self:
-        """Load the target; raises ConfigError for one that gives no agent.
+        """Load the target; raises ConfigError if it does not give an agent.
 
         `is_agent` tells the framework's objects from functions that make them; `kind` names them in
         messages; `prepare` turns an object into what rollouts use.
@@ -190,7 +190,7 @@ def _text_of(block: Any) -> str:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the block alone: other entries of `llms` read some of them too."""
+    """Set variables only inside the block: other entries of `llms` read some of them too."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -204,6 +204,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def run_name() -> str:
-    """A name for the session of the open rollout; a rollout that is run again has another one."""
+    """A name for the session of the open rollout; a repeated rollout gets another name."""
     scope = current()
     return f"{scope.rollout if scope is not None else 'hone'}-{secrets.token_hex(4)}"

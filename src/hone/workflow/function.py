@@ -4,8 +4,8 @@ In:   a Python function, async or plain, of one parameter or several
 Out:  Function: an async callable that fits its input to the parameters and runs under its name
 
 A Function runs inside `within(name)`, so every model call carries the path of the functions that
-made it. A plain function runs in a thread of its own with the context copied: a pool would limit
-the rollouts to its size, and a function that hangs would keep the process from ending.
+made it. A plain function runs in its own thread with a copy of the context: a thread pool would
+limit the number of rollouts, and a function that hangs would keep the process from ending.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Function:
 
     @classmethod
     def of(cls, name: str, fn: Any, description: str | None = None) -> "Function":
-        """From whatever a registered function yields: a callable, a FunctionInfo, a Function."""
+        """A Function from the value that a factory yields: a callable, a FunctionInfo, a Function."""
         if isinstance(fn, FunctionInfo):
             text = description or fn.description
             return cls(name, fn.fn, description=text, input_schema=fn.input_schema)
@@ -121,10 +121,10 @@ WRAPPERS["function"] = Function.of
 
 
 async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a plain function in a daemon thread of its own, in a copy of this context.
+    """Run a plain function in its own daemon thread, in a copy of this context.
 
-    If the caller is cancelled the thread goes on. Its calls stay tapped until it ends, so that
-    calls of a rollout that is over are refused.
+    If the caller is cancelled, the thread keeps running. Its calls are still captured until it
+    ends, so that calls of a finished rollout are refused.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

@@ -1,13 +1,13 @@
 """Kill the processes and remove the directories of rollouts, also when hone itself is killed.
 
 In:   the token, the process group and the directory of each running program
-Out:  none of them left, once the rollout has ended or this process has died
+Out:  none of them remain once the rollout has ended or this process has died
 
-A program starts children, and some put them into process groups of their own (browsers do). So each
+A program may start children, and some put them into other process groups (browsers do). So each
 program has a token in its environment, which children inherit: on Linux every process with the
-token is killed, elsewhere the program's group. Code in this process cannot run after SIGKILL, so
-one helper process (this file as a script, standard library only) reads what is running from a pipe
-and kills it when the pipe closes.
+token is killed, elsewhere the program's process group. Code in this process cannot run after
+SIGKILL, so a separate process (this file as a script, standard library only) reads from a pipe what
+is running, and kills it when the pipe closes.
 """
 
 import atexit
@@ -48,7 +48,7 @@ def signal_group(group: int, number: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory, also one whose owner made parts of it read-only or unreadable."""
+    """Remove a directory, even if parts of it are read-only or unreadable for their owner."""
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
         _open(str(directory))
@@ -92,7 +92,7 @@ class Guard:
         return len(self._running)
 
     def add(self, token: str, directory: str, group: int | None = None) -> None:
-        """A program is to start in this directory, runs there as this group, or has ended."""
+        """Report that a program will start in this directory, runs as this group, or has ended."""
         with self._lock:
             self._running[token] = (group, directory)
             if self._helper is None or self._helper.poll() is not None:
@@ -103,7 +103,7 @@ class Guard:
                 self._tell(token, group, directory)
 
     def remove(self, token: str) -> None:
-        """Nothing of the program is left."""
+        """Report that nothing of the program is left."""
         with self._lock:
             if self._running.pop(token, None) is not None:
                 self._tell(token, None, None)
@@ -140,7 +140,7 @@ guard = Guard()
 
 
 def _watch() -> None:
-    """The helper process: note what is running until hone ends, then clean up."""
+    """The separate process: track what is running until hone ends, then clean up."""
     running: dict[str, list[Any]] = {}
     for line in sys.stdin.buffer:
         with contextlib.suppress(ValueError):  # the last line may be cut

@@ -1,11 +1,11 @@
-"""`_type: http`: an agent that is already a service as the workflow, one request per rollout.
+"""`_type: http`: a running service as the workflow, one request per rollout.
 
 In:   `url`, and where the rollout's address goes: headers, or placeholders in `body`
 Out:  a FunctionInfo that sends the input and returns the response, or a part of it by JSONPath
 
-The service makes its model calls at the address that came with the request, so it serves many
-rollouts at once and each call is recorded under its own. The request itself is no model call, even
-if the service speaks the OpenAI API.
+The service makes its model calls at the address that came with the request, so it can serve many
+rollouts at once and each call is recorded under its own rollout. The request to the service is not
+a model call, even if the service has an OpenAI API.
 """
 
 import json
@@ -45,7 +45,7 @@ class HttpConfig(FunctionBaseConfig, name="http"):
     names_functions: ClassVar[bool] = True  # in the header X-Hone-Function
 
     url: Annotated[str, AfterValidator(_is_http)]
-    """Address of the agent. It may have the placeholders of `body`."""
+    """Address of the agent. It may contain the placeholders of `body`."""
     method: Literal["POST", "PUT", "GET"] = "POST"
     """GET sends no body."""
     llm: LLMRef | None = None
@@ -61,14 +61,14 @@ class HttpConfig(FunctionBaseConfig, name="http"):
     """JSONPath of the output in the response, such as `$.choices[0].message.content`. By default the
     output is the text of the whole response."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Stop waiting after so many seconds. `finetuning.rollout_timeout_s` applies too."""
+    """Stop waiting after this many seconds. `finetuning.rollout_timeout_s` applies too."""
     max_output_bytes: int = Field(default=2**20, gt=0)
     """A larger response is a failure."""
     policy_failure_statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
         default_factory=list
     )
-    """Statuses by which the agent says that the model failed: `finetuning.on_policy_failure` applies.
-    Any other status but 2xx is a failure of the agent."""
+    """Statuses with which the agent reports that the model failed: `finetuning.on_policy_failure`
+    applies. Any other status except 2xx is a failure of the agent."""
     verify_ssl: bool = True
     """Check the service's certificate."""
     description: str | None = None
@@ -88,7 +88,7 @@ class HttpConfig(FunctionBaseConfig, name="http"):
 
 @register_function(config_type=HttpConfig)
 async def http(config: HttpConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    """An agent that is already a service, called over HTTP."""
+    """A running service, called over HTTP."""
     llm = await workflow_llm(config.llm, builder)
     async with service_client(config.url, verify=config.verify_ssl) as client:
         service = _Service(config, llm, client)
@@ -145,7 +145,7 @@ class _Service:
         return response.status_code, bytes(body)
 
     def _check(self, status: int, body: bytes) -> None:
-        """Raise if the service says that it failed."""
+        """Raise if the service reports a failure."""
         if 200 <= status < 300:
             return
         failure = refusal(self._name, status, body[:DETAILS].decode(errors="replace"))

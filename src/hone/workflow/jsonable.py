@@ -1,4 +1,4 @@
-"""Any value -> JSON text, whatever it holds.
+"""Convert any value to JSON text.
 
 In:   the output of a workflow or of an evaluator, a row of a dataset
 Out:  JSON that every reader accepts; a value that JSON cannot hold becomes text
@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 DEPTH = 100
-"""Lists and objects nested deeper are cut: readers have limits too."""
+"""Lists and objects nested deeper are cut, because readers have limits too."""
 _DIGITS = 4000
 """Python neither writes nor reads integers of more than 4300 digits."""
 
@@ -31,7 +31,7 @@ def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON values; what JSON and UTF-8 cannot hold becomes text."""
+    """The value as JSON values; what JSON and UTF-8 cannot represent becomes text."""
     # Half a surrogate pair, as `json.loads` makes of a lone \\ud800, becomes a question mark.
     return json.loads(dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
 
@@ -46,7 +46,7 @@ def as_json(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """str() of a value, also where its `__str__` fails."""
+    """str() of a value, even if its `__str__` fails."""
     try:
         return str(value)
     except Exception as error:  # noqa: BLE001  # a user's class may raise anything

@@ -11,7 +11,7 @@ The recipe:
 
 Calls carry the path of the nodes that make them, outermost first: `<workflow>.model` in an agent of
 LangChain, `<workflow>.research.model` in a graph that has that agent as its node `research`. Each
-rollout has a thread of its own, so a checkpointer does not mix them.
+rollout has its own LangGraph thread, so a checkpointer does not mix them.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -43,13 +43,13 @@ class LangGraphConfig(FrameworkConfig, name="langgraph"):
     """The key of the final state that is the output: the text of the last message if it is
     `messages`, else its value. null: the whole state."""
     recursion_limit: int | None = Field(default=None, gt=0)
-    """Largest number of steps of the graph; LangGraph's default if not set. A rollout that reaches
-    it is a failure of the policy (`step_limit`)."""
+    """Maximum number of steps of the graph; LangGraph's default if not set. A rollout that reaches it
+    is a policy failure (`step_limit`)."""
 
 
 @register_function(config_type=LangGraphConfig)
 async def langgraph(config: LangGraphConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    """A LangGraph graph or an agent of LangChain."""
+    """A LangGraph graph or a LangChain agent."""
     require("langgraph", "langchain")
     agents = await Agents.load(
         config,

@@ -1,4 +1,4 @@
-"""`_type: llama_index`: an agent or a workflow of LlamaIndex as the workflow.
+"""`_type: llama_index`: a LlamaIndex agent or workflow as the workflow.
 
 In:   `target: module:agent`: a FunctionAgent, an AgentWorkflow, any Workflow, or a function that
       returns one
@@ -40,18 +40,18 @@ _step: ContextVar[str] = ContextVar("hone_llama_index_step", default="")
 
 
 class LlamaIndexConfig(FrameworkConfig, name="llama_index"):
-    """An agent or a workflow of LlamaIndex, run once per rollout."""
+    """A LlamaIndex agent or workflow, run once per rollout."""
 
     input_key: str = USER_MSG
     """The argument of `run` that gets the input: as text if it is `user_msg`, else as it is."""
     max_iterations: int | None = Field(default=None, gt=0)
-    """Largest number of steps of an agent; LlamaIndex's default if not set. A rollout that reaches it
-    is a failure of the policy (`step_limit`)."""
+    """Maximum number of steps of an agent; LlamaIndex's default if not set. A rollout that reaches it
+    is a policy failure (`step_limit`)."""
 
 
 @register_function(config_type=LlamaIndexConfig)
 async def llama_index(config: LlamaIndexConfig, builder: Builder) -> AsyncIterator[FunctionInfo]:
-    """An agent or a workflow of LlamaIndex."""
+    """A LlamaIndex agent or workflow."""
     require("llama_index.core", "llama-index")
     from llama_index.core.instrumentation import get_dispatcher
     from llama_index.core.workflow import Workflow
@@ -75,7 +75,7 @@ async def llama_index(config: LlamaIndexConfig, builder: Builder) -> AsyncIterat
                 try:
                     return _output(await asyncio.shield(handler))
                 except asyncio.CancelledError:
-                    await handler.cancel_run()  # steps are tasks of their own, which would go on
+                    await handler.cancel_run()  # steps are separate tasks, which would keep running
                     raise
         except WorkflowTimeoutError as error:
             raise AgentTimeout(str(error)) from error
@@ -102,7 +102,7 @@ def _step_names() -> Any:
     from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 
     class StepNames(BaseSpanHandler[Any]):
-        """Notes which step of a workflow begins; it keeps no spans."""
+        """Records which step of a workflow begins; keeps no spans."""
 
         def new_span(self, id_: str, bound_args: Any, *_: Any, **__: Any) -> None:
             # Called in the task of the step, before its code.

@@ -1,10 +1,10 @@
-"""One `llms:` entry -> a model that agents call with OpenAI's clients.
+"""One `llms:` entry as a model that agents call with OpenAI's clients.
 
 In:   the entry: address, API key, model name, parameters of every request
 Out:  LLM: `client`, `sync_client`, `await llm.chat(messages)`, `rollout_url`
 
-The clients are plain OpenAI clients, so an agent written against them runs here unchanged, and
-elsewhere too.
+The clients are plain OpenAI clients, so an agent written for them runs unchanged with and without
+hone.
 """
 
 import asyncio
@@ -71,13 +71,13 @@ class LLM:
             rollouts_url: where agents outside this process reach it, if it is a hone server,
                 which has a base URL for every rollout.
             rollout_key: the key for agents outside this process; `api_key` if None.
-            api_type: the API that `chat` calls; agents with a client of their own may ask for it.
+            api_type: the API that `chat` calls; agents with their own client may read it.
         """
         self.name, self.model, self.api_key = name, model, api_key
         self.api_type: ApiType = api_type
         self.rollout_key = rollout_key or api_key
-        """The key for an agent in another process. If `api_key` opens the training API of a hone
-        server, this one opens its inference APIs only."""
+        """The key for an agent in another process. If `api_key` is valid for the training API of a hone
+        server, this one is valid only for its inference APIs."""
         self.base_url = dialled(base_url)
         self._params = dict(params or {})
         self._timeout_s, self._max_retries, self._verify = timeout_s, max_retries, verify_ssl
@@ -87,7 +87,7 @@ class LLM:
 
     @property
     def request_params(self) -> dict[str, Any]:
-        """The parameters of every request, as they stand in the body."""
+        """The parameters of every request, as keys of the request body."""
         return dict(self._params)
 
     @cached_property
@@ -111,9 +111,9 @@ class LLM:
         return scope.url(dialled(self._rollouts_url))
 
     async def find_rollouts_url(self) -> None:
-        """Ask the server whether it is hone's, if that is not known: for `rollout_url`.
+        """Find out whether the server is a hone server, so that `rollout_url` works.
 
-        For a process without a training run of its own, such as `hone serve-workflow`.
+        For a process without a training run, such as `hone serve-workflow`.
         """
         if self._rollouts_url is not None or self._is_foreign:
             return
@@ -129,7 +129,7 @@ class LLM:
         """One AsyncOpenAI per event loop: `llm.client.chat.completions.create(model=llm.model, ...)`."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            import openai  # here: it takes a second, and not every command makes model calls
+            import openai  # imported here: slow, and not every command needs it
 
             http = openai.DefaultAsyncHttpxClient(**self._connection())
             self._clients[loop] = openai.AsyncOpenAI(**self._options(), http_client=http)
@@ -236,7 +236,7 @@ class _OpenAIFields(LLMBaseConfig):
     verify_ssl: bool = True
     """Check the server's certificate."""
     api_type: ApiType = "chat_completion"
-    """The API that `llm.chat` calls. An agent with a client of its own reads it as `llm.api_type`."""
+    """The API that `llm.chat` calls. An agent with its own client can read it as `llm.api_type`."""
 
     @field_validator("base_url")
     @classmethod
@@ -343,7 +343,7 @@ async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncItera
         llm = llm_at(config, builder, name, config.base_url)
     else:
         if builder.served is None and builder.document.finetuning.trainer_adapter is not None:
-            await builder.serve()  # a judge comes first where the workflow is skipped
+            await builder.serve()  # a judge may be built first if the workflow is skipped
         served = builder.served
         if served is None:
             raise ConfigError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 _OPTIONS = ("extra_headers", "extra_query", "timeout")
-"""Arguments of a request that are no part of its body."""
+"""Arguments of a request that are not part of its body."""
 _NOT_PARAMETERS = ("self", "messages", "model", "extra_body", *_OPTIONS)
 
 
@@ -34,7 +34,7 @@ def request_names() -> frozenset[str]:
 
 
 def as_arguments(params: dict[str, Any]) -> dict[str, Any]:
-    """Keys that OpenAI does not know go into `extra_body`, which its client passes on."""
+    """Arguments for OpenAI's client; unknown keys go into `extra_body`, which the client sends."""
     known = {*request_names(), *_NOT_PARAMETERS}
     extra = {key: value for key, value in params.items() if key not in known}
     arguments = {key: value for key, value in params.items() if key in known}

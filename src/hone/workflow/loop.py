@@ -43,7 +43,7 @@ async def _alone(main: Coroutine[Any, Any, T]) -> T:
         return await main
     finally:
         await _leave_others()
-        # Nested generators of a library are closed all at once now; their complaints help nobody.
+        # Nested generators of a library are all closed at once now; their errors are useless.
         loop.set_exception_handler(to_debug)
         await loop.shutdown_asyncgens()
 

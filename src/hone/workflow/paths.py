@@ -10,10 +10,10 @@ from hone.errors import ConfigError
 
 
 def json_path(path: str) -> str:
-    """The path; raises ConfigError if it is no JSONPath."""
+    """The parsed path; raises ConfigError if it is not a JSONPath."""
     if path == "$":
         return path
-    import jsonpath  # here, because most runs have only `$`, which needs no library
+    import jsonpath  # imported here: most runs use only `$`, which needs no library
 
     try:
         jsonpath.compile(path)

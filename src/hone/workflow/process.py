@@ -1,11 +1,11 @@
-"""Run one program: its input, its output up to a limit, and none of its processes left afterwards.
+"""Run one program with a limit on its output, and leave none of its processes behind.
 
 In:   arguments, environment, working directory, the text for stdin, limits
 Out:  Ended: exit status, stdout, the end of stderr
 
-The program leads a process group of its own. Whatever ends it (its own exit, the timeout, too much
-output, cancellation, the death of this process) also ends its children: a child that went on would
-call the model in the name of a rollout that was scored without it.
+The program runs in its own process group. Whatever ends it (its own exit, the timeout, too much
+output, cancellation, the death of this process) also ends its children: a child that kept running
+could call the model under a rollout that is already scored.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from hone.workflow.function import in_thread
 from hone.workflow.guard import TOKEN, guard, kill_all, signal_group
 
 TERM_S = 2.0
-"""Time to end after SIGTERM; then comes SIGKILL."""
+"""Time to end after SIGTERM, before SIGKILL."""
 KILL_S = 2.0
 """Time to be gone after SIGKILL, and for the last output to arrive."""
 STDERR_BYTES = 16 * 1024
-"""The end of stderr that is kept."""
+"""Number of bytes kept from the end of stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ async def run_program(
     finally:
         try:
             await running.stop(token)
-        except BaseException:  # a second cancellation: no more patience
+        except BaseException:  # cancelled again: kill without waiting
             kill_all(token, popen.pid)
             raise
         finally:
             running.close()
-            guard.add(token, str(directory))  # the id may be another process's from now on
+            guard.add(token, str(directory))  # from now on the id may belong to another process
     name, stderr = Path(arguments[0]).name, bytes(running.stderr.content)
     details = stderr.decode(errors="replace")
     if running.stdout.full.done():

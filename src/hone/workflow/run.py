@@ -61,7 +61,7 @@ class RunOptions:
     input: tuple[str, ...] = ()
     """Inputs, run one by one."""
     input_file: Path | None = None
-    """A file whose text is one more input."""
+    """A file whose text is used as another input."""
 
 
 async def run_rollout(
@@ -188,7 +188,7 @@ class _TimedOut:
 async def _outcome(
     workflow: Function, input: Any, timeout_s: float | None, recorder: Recorder
 ) -> _Ended | _TimedOut:
-    # A task of its own: an agent that catches its cancellation and goes on can be abandoned.
+    # A separate task, so that an agent that catches its cancellation can be abandoned.
     task = asyncio.create_task(_attempt(workflow, input))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)

@@ -17,13 +17,13 @@ from hone.errors import AgentFailed, AgentTimeout
 from hone.model import CONNECT_S
 
 DETAILS = 16 * 1024
-"""The beginning of an error response that is recorded."""
+"""Number of characters recorded from the beginning of an error response."""
 _LATER = (408, 409, 429)
-"""Statuses of a service that may answer later."""
+"""Statuses for which a retry may succeed."""
 
 
 def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
-    """A client with as many connections as there are rollouts."""
+    """A client without a limit on the number of connections."""
     is_local = host_of(urlsplit(url).hostname or "") == "localhost"
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(None, connect=CONNECT_S),

@@ -1,4 +1,4 @@
-"""`package.module:function` or `file.py:function` -> the function.
+"""Load the object that `package.module:function` or `file.py:function` names.
 
 In:   a target as YAML writes it; the directory of the YAML
 Out:  the Python object it names
