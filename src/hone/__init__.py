@@ -1,7 +1,6 @@
-"""hone: reinforcement-train the agent you already run, where it runs.
+"""hone: train the agent you already run with reinforcement learning, where it runs.
 
-Names load when they are first used: `import hone` alone takes milliseconds, loads no library and
-patches nothing.
+Names load on first use: `import hone` takes milliseconds, loads no library and patches nothing.
 """
 
 from importlib import import_module
@@ -107,7 +106,7 @@ _HOME = {
 
 
 _MODULES = frozenset({"dev", "errors", "langgraph", "local", "rewards", "trajectories", "utils"})
-"""Modules that are attributes without an import of their own, as in `art.dev.TrainConfig`."""
+"""Modules that are available as attributes without an explicit import, as `art.dev` is."""
 
 
 def __getattr__(name: str) -> Any:

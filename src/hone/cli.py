@@ -103,7 +103,7 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="A name from `hone models list`, a hub name (ORG/MODEL), a directory, a .gguf.",
+        help="A name from `hone models list`, a hub name (ORG/MODEL), a directory or a .gguf file.",
         show_default=False,
     ),
 ]
@@ -123,7 +123,7 @@ def _root(
     ] = False,
     log_level: LogLevel = None,
 ) -> None:
-    """Reinforcement-train the agent you already run, where it runs.
+    """Train the agent you already run with reinforcement learning, on the machine where it runs.
 
     Describe the training in a YAML file, check the file, train:
 
@@ -221,8 +221,8 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
 def serve_command(**options: Any) -> None:
     """Serve models over the OpenAI API, and train them.
 
-    Models load at their first request. All state is under --root; after a restart the server goes
-    on with its jobs. Ctrl-C stops it.
+    Models load on their first request. All state is under --root; after a restart the server
+    continues its jobs. Ctrl-C stops it.
 
     Examples:
 
@@ -241,7 +241,7 @@ def serve_workflow_command(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0 is any free one."),
+        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0 picks a free port."),
     ] = 8080,
     api_key: Annotated[
         str | None,
@@ -249,7 +249,7 @@ def serve_workflow_command(
             "--api_key",
             metavar="KEY",
             envvar="HONE_WORKFLOW_API_KEY",
-            help="Requests must have it as a bearer token.",
+            help="Key that requests must send as a bearer token.",
             show_default=False,
         ),
     ] = None,
@@ -331,7 +331,7 @@ def export_command(
 
 @contextmanager
 def _progress(name: str) -> Iterator[gguf.Progress]:
-    """A progress bar on stderr from the first report on; without a terminal, one line."""
+    """A progress bar on stderr, shown from the first report on; without a terminal, one line."""
     console = Console(stderr=True, highlight=False)
     bar = Progress(
         TextColumn("{task.description}"),

@@ -45,7 +45,7 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="FILE",
-        help="Replaces eval.general.dataset; the extension names its type.",
+        help="Dataset file to use instead of eval.general.dataset; its extension selects the type.",
     ),
 ]
 ResultPath = Annotated[
@@ -53,7 +53,7 @@ ResultPath = Annotated[
     typer.Option(
         "--result_json_path",
         metavar="JSONPATH",
-        help="The part of the workflow's output that is its answer; $ is all of it.",
+        help="JSONPath of the answer in the workflow's output; $ is the whole output.",
     ),
 ]
 Endpoint = Annotated[
@@ -61,7 +61,7 @@ Endpoint = Annotated[
     typer.Option(
         "--endpoint",
         metavar="URL",
-        help="Run the workflow at this address, that of `hone serve-workflow`.",
+        help="Run the workflow at this address, served by `hone serve-workflow`.",
     ),
 ]
 EndpointTimeout = Annotated[
@@ -69,7 +69,7 @@ EndpointTimeout = Annotated[
     typer.Option(
         "--endpoint_timeout",
         metavar="SECONDS",
-        help="Timeout of one run of the workflow at the endpoint.",
+        help="Timeout for one run of the workflow at the endpoint.",
     ),
 ]
 
@@ -102,7 +102,7 @@ def finetune_command(
         typer.Option(
             "--validation_config_file",
             metavar="FILE",
-            help="A YAML file of its own for validations.",
+            help="Separate YAML file for validations.",
         ),
     ] = None,
     fresh: Annotated[
@@ -148,7 +148,7 @@ def finetune_command(
         )
     )
     if status == INTERRUPTED:
-        leave()  # without waiting for an agent's threads
+        leave()  # does not wait for an agent's threads
     raise typer.Exit(status)
 
 
@@ -239,7 +239,7 @@ def run_command(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="A file whose text is one more input.",
+            help="A file whose text is used as another input.",
         ),
     ] = None,
     override: Override = None,
@@ -289,7 +289,7 @@ def _shown(output: Any) -> str:
 def validate_command(
     config_file: ConfigFile, override: Override = None, log_level: LogLevel = None
 ) -> None:
-    """Check a YAML file: list all its problems, or else its components.
+    """Check a YAML file: list all its problems, or its components if there are none.
 
     A file with `finetuning.enabled: true` must have everything that `hone finetune` needs. Datasets
     are read and the functions of `target:` imported; nothing is run, and no request is made. Exits
@@ -314,7 +314,7 @@ def validate_command(
 
 
 def _sections(document: "Document") -> list[tuple[str, str]]:
-    """The components of a document, a line for each section."""
+    """The components of a document, one line per section."""
 
     def listed(configs: Any) -> str:
         names = ", ".join(f"{name} ({config.type_name})" for name, config in configs.items())

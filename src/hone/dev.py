@@ -1,11 +1,11 @@
-"""ART's advanced options, `art.dev`: their types, and what each of them is in hone.
+"""ART's advanced options, `art.dev`: their types, and the corresponding options of hone.
 
 In:   `_internal_config` of a model, `_config` and the keywords of `train`, as ART's users write them
 Out:  fields of ModelSpec, keys of TrainConfig; a ConfigError for what hone cannot do
 
-Every option is honoured, refused with the reason, or named as one without effect. One that would
-change the result is never ignored. The tables here serve the SDK and the routes for ART's clients;
-those for keys of PEFT, Unsloth, vLLM and TRL are in server/model_args.py, which reads these sections.
+Every option is honoured, refused with the reason, or listed as having no effect. An option that
+would change the result is never ignored. The SDK and the routes for ART's clients use these tables;
+those for keys of PEFT, Unsloth, vLLM and TRL are in server/model_args.py.
 """
 
 import logging
@@ -42,7 +42,7 @@ class PeftArgs(TypedDict, total=False, extra_items=Any):
 
 
 class EngineArgs(TypedDict, total=False, extra_items=Any):
-    """Arguments of vLLM's engine, all of them."""
+    """Arguments of vLLM's engine; all of them are accepted."""
 
     gpu_memory_utilization: float
     max_model_len: int
@@ -134,16 +134,16 @@ _QUANTIZED = (
     "vLLM and the learner would round the base weights differently, and no step could be proved to be "
     "the one that was trained. If memory is short, lower max_seq_length or train a smaller base_model"
 )
-_ADAPTERS = "Hone trains LoRA adapters on its own server; set rank and alpha, or peft_args"
+_ADAPTERS = "hone trains LoRA adapters on its own server; set rank and alpha, or peft_args"
 _TEMPLATE = (
-    "The template that comes with the base model is used, for sampling and for training. Save the "
-    "base model with the other template, and name that directory as base_model"
+    "Sampling and training use the base model's own template. Save the base model with the other "
+    "template, and name that directory as base_model"
 )
-_ADAM = "AdamW runs with betas 0.9 and 0.99 and eps 1e-8; set weight_decay and max_grad_norm"
-_RATE = "The learning rate of a job is learning_rate as written; compute it in your loop"
+_ADAM = "AdamW always uses betas 0.9 and 0.99 and eps 1e-8; set weight_decay and max_grad_norm"
+_RATE = "A job uses learning_rate as given; compute schedules in your loop"
 _REFERENCE = "The reference of kl_penalty_coef and of beta is the base model"
 _RATIO = "Ratios are clipped token by token; set epsilon and epsilon_high"
-_EXPERTS = "Engine and learner route mixtures of experts themselves"
+_EXPERTS = "Engine and learner each compute the routing of experts themselves"
 REASONS = {
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
@@ -153,7 +153,7 @@ REASONS = {
     "full_finetuning": _ADAPTERS,
     "chat_template": _TEMPLATE,
     "chat_template_path": _TEMPLATE,
-    "rollout_weights_mode": "Adapters are served as adapters, which the proof of a step needs",
+    "rollout_weights_mode": "Adapters are served as adapters, as the proof of a step requires",
     "adam_params": _ADAM,
     "adam_beta1": _ADAM,
     "adam_beta2": _ADAM,
@@ -166,8 +166,8 @@ REASONS = {
     "num_trajectories_learning_rate_multiplier_power": _RATE,
     "advantage_balance": "Positive and negative advantages count alike; shape the rewards instead",
     "allow_training_without_logprobs": (
-        "RL trains on sampled tokens, which a text without log-probabilities does not name; "
-        "train_sft trains on texts"
+        "RL trains on sampled tokens, and text without log-probabilities does not identify them; use "
+        "train_sft to train on text"
     ),
     "importance_sampling_level": _RATIO,
     "mask_prob_ratio": _RATIO,
@@ -175,16 +175,16 @@ REASONS = {
     "kimi_k2_tau": "Use beta or kl_penalty_coef",
     "kl_penalty_reference_step": _REFERENCE,
     "kl_ref_adapter_path": _REFERENCE,
-    "loss_fn_config": "The settings of the loss are epsilon, epsilon_high and the keys of TrainConfig",
+    "loss_fn_config": "Set epsilon, epsilon_high and the other keys of TrainConfig instead",
     "moe_routing_replay_bundle": _EXPERTS,
     "moe_routing_replay_path": _EXPERTS,
     "moe_routing_replay_strict": _EXPERTS,
     "grad_accumulation_sequences": (
-        "Optimizer steps are counted in groups, so that none is split; set groups_per_optimizer_step"
+        "Optimizer steps consist of whole groups; set groups_per_optimizer_step"
     ),
-    "gpu_cost_per_hour_usd": "Costs are not counted; the metrics of a job have its seconds",
+    "gpu_cost_per_hour_usd": "hone does not compute costs; a job's metrics include its duration",
 }
-"""Why a key is refused and what to use, by its last part, where that is not plain."""
+"""Why a key is refused and what to use instead, by the last part of the key."""
 
 ONE_WAY: dict[str, tuple[Any, ...]] = {
     "adam_params": (),
@@ -204,20 +204,20 @@ ONE_WAY: dict[str, tuple[Any, ...]] = {
     "num_trajectories_learning_rate_multiplier_power": (0,),
     "scale_learning_rate_by_reward_std_dev": (False,),
 }
-"""Options of a training call that would change the result, and the values that hone has anyway."""
+"""Options of a training call that would change the result, and the values that hone uses anyway."""
 
 RENAMED = {
     "truncated_importance_sampling": "importance_cap",
     "packed_sequence_length": "row_tokens",
 }
-"""Options of a training call, and the keys of TrainConfig that they are."""
+"""Options of a training call, and the corresponding keys of TrainConfig."""
 
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "logprob_calculation_chunk_size": (1024,),
     "precalculate_logprobs": (False,),
 }
-"""Options of a training call about how it is computed, and ART's defaults: hone computes pi_old always,
-in its own rows."""
+"""Options of a training call without effect, and ART's defaults: hone always computes pi_old, in its
+own rows."""
 
 LOSSES = {"cispo": "cispo", "ppo": "grpo"}
 """`loss_fn` of ART, and `loss` of TrainConfig."""
@@ -253,7 +253,7 @@ _UNUSED = frozenset(
         "_decouple_vllm_and_unsloth",
     }
 )
-"""The server reads content parts and tools as the template of each base model asks for them."""
+"""Options without effect: the server formats content parts and tools as each template expects."""
 
 
 def model_fields(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -281,7 +281,7 @@ def without_effect(config: Mapping[str, Any]) -> list[str]:
 
 
 def engine_fields(config: Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """The engine_args in an OpenAIServerConfig, and the other keys: hone's server runs already."""
+    """The engine_args in an OpenAIServerConfig, and the other keys, which have no effect."""
     options = dict(config or {})
     engine = {k: v for k, v in (options.pop("engine_args", None) or {}).items() if v is not None}
     server = options.pop("server_args", None) or {}
@@ -292,7 +292,7 @@ def engine_fields(config: Mapping[str, Any] | None) -> tuple[dict[str, Any], lis
 
 
 def train_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a training call in hone's words; those that hone knows itself stay as they are."""
+    """The options of a training call under hone's names; hone's own options are unchanged."""
     keys = dict(options)
     for key, allowed in ONE_WAY.items():
         if (value := keys.pop(key, None)) is not None:
@@ -308,13 +308,13 @@ def train_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     for theirs, ours in RENAMED.items():
         if theirs in keys:
             keys[ours] = keys.pop(theirs)
-    # Null is ART's word for its own default; where null means something in hone it was written so.
+    # In ART, null means the default. For these keys of hone, null is a value of its own.
     nullable = ("importance_cap", "row_tokens", "max_staleness", "scale_rewards", "epsilon_high")
     return {key: value for key, value in keys.items() if value is not None or key in nullable}
 
 
 def _loss(key: str, chosen: Any) -> str:
-    """The loss that `loss_fn` or `ppo` of ART chooses."""
+    """The loss that ART's `loss_fn` or `ppo` selects."""
     name = ("ppo" if chosen else "cispo") if key == "ppo" else chosen
     if name not in LOSSES:
         known = " or ".join(map(repr, LOSSES))
@@ -326,7 +326,7 @@ def _loss(key: str, chosen: Any) -> str:
 
 
 def _set(keys: dict[str, Any], key: str, value: Any, option: str) -> None:
-    """Set a key that an option of ART stands for; ConfigError if it is set to something else."""
+    """Set the key for an option of ART; ConfigError if it is already set to something else."""
     if keys.get(key, value) not in (value, None):
         raise ConfigError(
             f"train({option}) is {key}={value!r}, which contradicts {key}={keys[key]!r}; write one "
@@ -337,4 +337,4 @@ def _set(keys: dict[str, Any], key: str, value: Any, option: str) -> None:
 
 @cache
 def _log_no_effect(key: str) -> None:
-    log.info("train(%s) has no effect: the learner computes pi_old always, in rows of its own", key)
+    log.info("train(%s) has no effect: the learner always computes pi_old, in its own rows", key)

@@ -4,9 +4,9 @@ In:   paths and content
 Out:  files and directories that survive a loss of power once a function returns; StorageError or
       DiskFull instead of the errors of the operating system, of SQLite and of Rust libraries
 
-A rename is durable once the directory that holds the name is synced: syncing the file is not enough.
-A file that cannot be read now (EIO, EMFILE, EACCES) is not a damaged file: callers must be able to
-tell the two apart, so FileNotFoundError and everything about the content passes unchanged.
+A rename is durable once the directory of the name is synced: syncing the file is not enough. A file
+that cannot be read for now (EIO, EMFILE, EACCES) is not a damaged file. Callers must be able to
+tell the two apart, so FileNotFoundError and errors about the content pass unchanged.
 """
 
 import errno
@@ -31,11 +31,11 @@ _SQLITE = {
     sqlite3.SQLITE_CANTOPEN: errno.EMFILE,
     sqlite3.SQLITE_READONLY: errno.EROFS,
 }
-"""SQLite's primary result codes that are about the disk, and the errno each stands for."""
+"""SQLite's primary result codes for disk errors, and the errno of each."""
 _RUST = re.compile(r"\(os error ([0-9]+)\)")
 """How safetensors spells an errno."""
 _TAIL_BYTES = 2**20
-"""Read at once when the last line of a file is looked for."""
+"""Bytes read at a time when looking for the last line of a file."""
 
 
 def sync(path: Path) -> None:
@@ -54,7 +54,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file: after a crash it holds the old content or the new, never a part of either.
+    """Replace a file: after a crash it has either the old content or the new, never a mixture.
 
     Creates the directory if it is missing. Raises StorageError.
     """

@@ -124,7 +124,7 @@ class GrammarError(ConfigError):
 
 
 class NotInThisVersion(ConfigError):
-    """Known, but not implemented yet; never accepted and ignored."""
+    """Known, but not implemented yet. Such options are refused, never ignored."""
 
 
 class Unauthorized(ConfigError):

@@ -1,13 +1,13 @@
-"""events.jsonl: append events, and read those that were appended.
+"""events.jsonl: append events, and read appended events.
 
 In:   event fields from the trainer, the builder and the adapter
 Out:  `events.jsonl` in the run's output_dir, one line of JSON per event; typed Events for listeners
       and readers
 
-Every curve and every number of a report comes from this file, so a run that was killed and resumed
-has one history. A last line cut off by a kill is dropped when the file is opened again; a bad line
-anywhere else is an error, because a history with a hole would still look complete. An interrupted
-run may log an epoch twice: the later event counts.
+All curves and numbers of a report come from this file, so a run that was killed and resumed has one
+history. An incomplete last line, left by a kill, is removed when the file is opened again; a bad
+line anywhere else is an error, because a history with a gap would still look complete. An
+interrupted run may log an epoch twice: the later event counts.
 """
 
 import json
@@ -28,7 +28,7 @@ from hone.events import Event, parse
 FILE = "events.jsonl"
 """Name of the log in a run's output_dir."""
 UNSYNCED = frozenset({"rollout"})
-"""Written without waiting for the disk: the journal holds the rollout."""
+"""Event types that are written without syncing: the journal has the rollout."""
 
 Listener = Callable[[Event], None]
 
@@ -63,7 +63,7 @@ class EventLog:
         self._file.close()
 
     def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
-        # Listeners get what a reader of the file gets, so there is one way to read an event.
+        # Listeners get the same values as a reader of the file.
         plain = to_jsonable_python(fields, inf_nan_mode="null")
         own = {"at": time.time(), "type": type}
         raw = own | plain | own  # first in the line, and not for a plugin's fields to change
@@ -81,7 +81,7 @@ class EventLog:
 
 
 class EventReader:
-    """Reads a log in pieces: each call returns what was appended since the call before."""
+    """Reads a log incrementally: each call returns the events appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

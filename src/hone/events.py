@@ -47,7 +47,7 @@ class RunStarted(Event, frozen=True):
     step: int | None
     """Policy step that is served."""
     began: float | None = None
-    """When the command was typed."""
+    """When the command was started."""
     name: str | None = None
     """Model that is trained."""
     project: str | None = None
@@ -93,7 +93,7 @@ class RunStarted(Event, frozen=True):
 
     @property
     def command_at(self) -> float:
-        """When the command of this session was typed; for old logs, when the event was written."""
+        """When this session's command was started; for old logs, when the event was written."""
         return self.at if self.began is None else min(self.at, self.began)
 
     @property

@@ -28,12 +28,15 @@ exchange = typer.Typer(rich_markup_mode="rich")
 USUAL_ROOT = Path(".hone")
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.", show_default=False)
+    Path,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Output file or directory.", show_default=False
+    ),
 ]
 MinReward = Annotated[
     float | None,
     typer.Option(
-        "--min-reward", "--min_reward", help="Leave out what has a lower reward, or none."
+        "--min-reward", "--min_reward", help="Leave out trajectories with a lower reward or none."
     ),
 ]
 
@@ -42,10 +45,12 @@ MinReward = Annotated[
 def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
     output: Output,
-    format: Annotated[Format, typer.Option("--format", help="Format of the file.")] = Format.ATIF,
+    format: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.ATIF,
     split: Annotated[
         list[str] | None,
-        typer.Option("--split", help="train, val or final; may be repeated. All if not given."),
+        typer.Option(
+            "--split", help="Split to export: train, val or final; may be repeated. All by default."
+        ),
     ] = None,
     min_reward: MinReward = None,
     root: Annotated[
@@ -56,7 +61,9 @@ def export_command(
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="The server itself, instead of its root."),
+        typer.Option(
+            "--server", metavar="URL", help="Address of the server, to use instead of its root."
+        ),
     ] = None,
     log_level: LogLevel = None,
 ) -> None:
@@ -98,11 +105,11 @@ def import_command(
     min_reward: MinReward = None,
     log_level: LogLevel = None,
 ) -> None:
-    """Turn trajectories of other programs into a dataset for supervised fine-tuning; prints how many.
+    """Convert trajectories of other programs to a dataset for supervised fine-tuning.
 
     Reads ATIF trajectories (files, lines of a .jsonl, or a directory with .json files in it, such as
     the jobs of Harbor) and lines of JSON with OpenAI's messages. Writes lines of JSON with
-    `messages`, `tools`, `id` and `reward`.
+    `messages`, `tools`, `id` and `reward`, and prints how many.
 
     Examples:
 
@@ -122,7 +129,7 @@ def import_command(
 
 @contextmanager
 def _recorded_calls(started: object, root: Path | None, server: str | None) -> "Iterator[CallsOf]":
-    """Reads the recorded calls of a rollout, at the server or in its root; none without either."""
+    """A function that reads a rollout's recorded calls from the server or from its root."""
     base_url = getattr(started, "base_url", None)
     if server is None and root is None and base_url is not None:
         server = str(base_url).removesuffix("/v1")

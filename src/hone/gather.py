@@ -144,7 +144,7 @@ async def _run(group: Awaitable[TrajectoryGroup], tally: Tally) -> TrajectoryGro
             raise TypeError(f"{type(result).__name__} was returned in place of a TrajectoryGroup")
     except Exception as error:
         if any(error is counted for counted in tally.errors):
-            raise  # one of its rollouts failed, and was one too many
+            raise  # too many of its rollouts failed
         tally.fail(error)
         return None
     finally:
@@ -156,7 +156,7 @@ async def _run(group: Awaitable[TrajectoryGroup], tally: Tally) -> TrajectoryGro
 
 @dataclass(frozen=True)
 class _Ended:
-    """A group that ran with a tally of its own."""
+    """A group that ran with its own tally."""
 
     group: TrajectoryGroup | None
     tally: Tally

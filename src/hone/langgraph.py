@@ -3,7 +3,8 @@
 In:   a rollout function; inside it, `init_chat_model()` in place of LangChain's
 Out:  the function's Trajectory, with the conversations that its agent had with the model
 
-The chat model is LangChain's own ChatOpenAI: tools, structured output, retries and streams are its.
+The chat model is LangChain's own ChatOpenAI, with its tools, structured output, retries and
+streams.
 """
 
 import functools
@@ -62,11 +63,11 @@ def init_chat_model(
     """A ChatOpenAI of the model that is trained. Call it inside a rollout of `wrap_rollout`.
 
     Args:
-        model: the name that the agent has elsewhere; the rollout's model answers in its place.
-        model_provider: likewise.
-        configurable_fields: refused: one model answers the whole rollout.
-        config_prefix: refused, for the same reason.
-        **kwargs: arguments of ChatOpenAI; temperature is 1 unless they say otherwise.
+        model: ignored; the rollout's model is used instead.
+    model_provider: ignored.
+    configurable_fields: refused: one model answers the whole rollout.
+    config_prefix: refused, for the same reason.
+    **kwargs: arguments of ChatOpenAI; temperature is 1 by default.
     """
     for key, value in (
         ("configurable_fields", configurable_fields),

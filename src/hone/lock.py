@@ -3,9 +3,9 @@
 In:   the path of a lock file
 Out:  a lock, held until it is released or the process ends, however it ends; who holds it, if not
 
-The operating system holds the lock, not the file: what a killed process leaves behind blocks
-nobody. The file stays when the lock is released, because between its removal and the next lock two
-processes could hold one each. It names the process that took the lock last.
+The operating system holds the lock, not the file: a file left behind by a killed process blocks
+nothing. The file is not removed when the lock is released; otherwise two processes could each lock
+a different file of that name. It contains the id of the process that took the lock last.
 """
 
 import errno
@@ -21,7 +21,7 @@ from hone.errors import ConfigError, Conflict
 log = logging.getLogger("hone")
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems without locks answer; some network file systems have none."""
+"""Error codes of file systems without locks, such as some network file systems."""
 
 
 class LockHeld(Exception):
@@ -48,7 +48,7 @@ class LockFile:
         path.write_text(str(os.getpid()), encoding="utf-8")
 
     def release(self) -> None:
-        """Releasing twice does nothing."""
+        """Release the lock. Releasing twice does nothing."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ def in_use(directory: Path, process: str, *, command: str, key: str) -> Conflict
 
 
 def holder(path: Path) -> str | None:
-    """The process that holds the lock; None if it is free or cannot be asked for."""
+    """The process that holds the lock; None if it is free or that cannot be determined."""
     if not path.is_file():
         return None
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)

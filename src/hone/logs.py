@@ -4,8 +4,8 @@ In:   what happened, and values that say more; lines that a process printed
 Out:  records of the logger `hone.server`, and of `hone.output.PART`; server/telemetry.py writes both
       to files of limited size under ROOT/logs
 
-The output of a process goes to a file of its own and never to the console: at full verbosity it is
-thousands of lines, and what a user must see is an event.
+The output of a process goes to a separate file and never to the console: it can be thousands of
+lines, and what a user must see is logged as an event.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger("hone.server")
 """Fields go in `extra={"fields": {...}}`; see `say`."""
 
 OUTPUTS = ("learner", "engine", "vllm")
-"""Parts whose whole output has a file of its own, ROOT/logs/PART.log."""
+"""Parts whose whole output goes to a separate file, ROOT/logs/PART.log."""
 
 _output = logging.getLogger("hone.output")
 _output.propagate = False
@@ -24,7 +24,7 @@ _output.addHandler(logging.NullHandler())
 
 
 def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """One log line: what happened, then key=value."""
+    """Log one line: what happened, then key=value pairs."""
     if log.isEnabledFor(level):
         # Made here: `log.log` looks for its caller first, which costs more than the rest.
         record = log.makeRecord(log.name, level, "", 0, what, (), None, extra={"fields": fields})
@@ -32,7 +32,7 @@ def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def write_output(part: str, line: str, *, pid: int | None = None) -> None:
-    """One line of a part's output; lost if no server logs in this process."""
+    """Log one line of a part's output; dropped if no server logs in this process."""
     _output.getChild(part).info("%s%s", "" if pid is None else f"[{pid}] ", line)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 TIMEOUT_S = 1200.0
-"""Timeout of one answer: requests may be held while a step is published."""
+"""Timeout of one request: requests may be held while a step is published."""
 CONNECT_S = 30.0
 MAX_CONNECTIONS = 100_000
 """The server limits the rollouts, not the client's connection pool."""
@@ -47,15 +47,16 @@ class Model(BaseModel, Generic[ConfigT]):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     name: AnyName
-    """Any printable text; one that cannot be a directory is stored under a name made of it."""
+    """Any printable text; if it is not a valid directory name, files are stored under a derived
+    name."""
     project: AnyProject = "default"
     entity: str | None = None
     """Owner of the project in a service that metrics are reported to, such as W&B."""
     id: str | None = None
-    """For the user; hone identifies a model by its project and name."""
+    """Not used by hone, which identifies a model by its project and name."""
     run_id: str | None = None
     config: ConfigT | None = None
-    """For the user's rollouts; hone does not use it."""
+    """Available to your rollouts; not used by hone."""
     base_path: str = ".hone"
     """Directory for state.json and logged trajectories, in PROJECT/models/NAME below it."""
     report_metrics: list[str] | None = None
@@ -74,7 +75,7 @@ class Model(BaseModel, Generic[ConfigT]):
     @classmethod
     def _can_be_reported(cls, names: list[str] | None) -> list[str] | None:
         if names:
-            from hone.sinks import reporter  # here, because `import hone` should stay light
+            from hone.sinks import reporter  # imported here: `import hone` should stay fast
 
             reporter.check(names)
         return names
@@ -84,7 +85,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return False
 
     async def register(self, backend: Backend) -> None:
-        """Set the backend; a model that is not trained makes no request."""
+        """Set the backend. For a model that is not trained, this makes no request."""
         self._backend = backend
 
     def backend(self) -> Backend:
@@ -181,7 +182,7 @@ class Model(BaseModel, Generic[ConfigT]):
         model_files.log_metrics(self._directory, split, step, metrics)
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send metrics to the loggers of `report_metrics`; returns at once."""
+        """Send metrics to the loggers of `report_metrics`; returns immediately."""
         if self.report_metrics is None and "WANDB_API_KEY" not in os.environ:
             return
         from hone.sinks import reporter
@@ -190,24 +191,24 @@ class Model(BaseModel, Generic[ConfigT]):
             known = self.model_dump(include={"name", "project", "base_model", "entity"})
             reporter.report(self._directory, names, step, metrics, **known)
 
-    # ---- state.json: whatever the program wants to find again --------------------------------
+    # ---- state.json: state of the user's program ----------------------------------------------
 
     @property
     def _directory(self) -> Path:
         return model_files.model_directory(self.base_path, self.project, self.name)
 
     def read_state(self) -> dict[str, Any] | None:
-        """The state that was written, or None."""
+        """The saved state, or None."""
         return model_files.read_state(self._directory)
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
-        """Write the state, in place of what was there."""
+        """Replace the saved state."""
         model_files.write_state(self._directory, state)
 
     write_state = overwrite_state
 
     def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Write these values into the state, dicts into dicts; returns the whole state."""
+        """Merge these values into the saved state, with nested dicts; returns the whole state."""
         whole = model_files.merged(self.read_state() or {}, state)
         self.overwrite_state(whole)
         return whole
@@ -239,7 +240,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     _internal: dict[str, Any] | None = PrivateAttr(default=None)
     _warned: bool = PrivateAttr(default=False)
-    """Whether the user was told that metrics are not reported."""
+    """Whether the user was warned that metrics are not reported."""
 
     def __init__(self, **fields: Any) -> None:
         internal = fields.pop("_internal_config", None)
@@ -253,7 +254,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     @_internal_config.setter
     def _internal_config(self, config: Mapping[str, Any] | None) -> None:
-        dev.model_fields(config or {})  # raises where the caller sees the line
+        dev.model_fields(config or {})  # raises at the caller's line
         self._internal = None if config is None else dict(config)
 
     @property
@@ -277,8 +278,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
         Args:
             backend: where it is served and trained.
-            _openai_client_config: as ART starts its OpenAI server; hone's runs already, so only its
-                engine_args have an effect.
+            _openai_client_config: options with which ART would start its OpenAI server. hone's is
+        already running, so only its engine_args have an effect.
         """
         engine_args, unused = dev.engine_fields(_openai_client_config)
         self.engine_args = _agreeing(self.engine_args, engine_args, "engine_args")
@@ -374,7 +375,7 @@ def _agreeing(own: Mapping[str, Any], more: Mapping[str, Any], section: str) -> 
 
 def connection_to(base_url: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Arguments of the HTTP client under an OpenAI client."""
-    import openai  # here: it takes a second, and `import hone` promises to be light
+    import openai  # imported here: it takes a second, and `import hone` must be fast
 
     # The class of openai's HTTP library: httpx up to version 2, httpx2 from version 3 on.
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(

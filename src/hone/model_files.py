@@ -1,7 +1,7 @@
-"""Files of a model beside the program that uses it: state.json, history.jsonl, logged trajectories.
+"""Local files of a model: state.json, history.jsonl, logged trajectories.
 
-In:   a directory, PATH/PROJECT/models/NAME; what the program wants to keep
-Out:  the same files that a server writes there, so that one reader serves both
+In:   a directory, PATH/PROJECT/models/NAME; state and metrics of the user's program
+Out:  files in the same format as a server writes, so that one reader can read both
 
 A trained model's history is on its server. Only models that no server trains have one here.
 """

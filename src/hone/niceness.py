@@ -1,7 +1,7 @@
 """Lower the priority of a thread.
 
 In:   the thread's niceness
-Out:  nothing; a system that has no such priority, or forbids it, is left as it is
+Out:  nothing; does nothing on systems without thread priorities or that forbid changing them
 
 Only the superuser can lower a niceness again, so such a thread ends with its work.
 """
@@ -14,6 +14,6 @@ from contextlib import suppress
 
 def give_way(niceness: int) -> None:
     """Give this thread, and those it starts, a lower priority."""
-    if sys.platform == "linux":  # there every thread has its own niceness
+    if sys.platform == "linux":  # on Linux every thread has its own niceness
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -23,7 +23,7 @@ async def consume_chat_completion_stream(
     """Read a stream to its end.
 
     Args:
-        stream: as `create(stream=True)` of the client returns it.
+        stream: the return value of the client's `create(stream=True)`.
         on_chunk: called with each chunk and the completion so far; StopIteration ends the stream.
     """
     chunks = Chunks()
@@ -49,7 +49,7 @@ def consume_sync_chat_completion_stream(
 
 
 def _completion(chunks: Chunks) -> "ChatCompletion":
-    from openai.types.chat import ChatCompletion  # here: it takes a second
+    from openai.types.chat import ChatCompletion  # imported here: it takes a second
 
     fields: dict[str, Any] = chunks.join() | {"object": "chat.completion"}
     return ChatCompletion.construct(**fields)

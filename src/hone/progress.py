@@ -33,7 +33,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self.what is not None and console().is_terminal:
-            from rich import progress  # here, because it takes 0.2 s and few programs need it
+            from rich import progress  # imported here: it takes 0.2 s, and few programs need it
 
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}", markup=False),
@@ -56,7 +56,7 @@ class Progress:
     def update(
         self, *, done: int | None = None, total: int | None = None, note: str | None = None
     ) -> None:
-        """Change the numbers that are given; the others stay."""
+        """Update the given values; the others stay the same."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
@@ -73,8 +73,8 @@ class Progress:
 
 @cache
 def console() -> "Console":
-    """The only console: everything shares one screen. It looks up sys.stderr at every write."""
-    from rich.console import Console  # here for the same reason
+    """The console that all output shares. It looks up sys.stderr at every write."""
+    from rich.console import Console  # imported here for the same reason
 
     return Console(stderr=True)
 

@@ -1,12 +1,12 @@
-"""Relative scores of several trajectories, asked of a judge model in one request.
+"""Relative scores of several trajectories, from one request to a judge model.
 
 In:   trajectories as conversations, a rubric, any OpenAI-compatible model
 Out:  a TrajectoryScore for each: a score from 0 to 1 and the judge's explanation
 
 Scores belong to trajectory ids, never to positions: a judge that answers in another order must not
-reward another rollout. An answer with a missing, repeated or unknown id is asked for again, and is
-then an error. Equal trajectories are judged once and share a score: judged separately, they would
-differ by the judge's noise, and training would learn it.
+reward the wrong rollout. If an id is missing, repeated or unknown, the request is repeated; after
+the last attempt it is an error. Equal trajectories are judged once and share a score: judged
+separately, they would differ by the judge's noise, and training would learn that noise.
 """
 
 import json
@@ -132,7 +132,7 @@ def _block(tag: str, lines: Sequence[str], attributes: str = "") -> str:
 
 
 def _escaped(value: Any) -> str:
-    """JSON that closes none of the prompt's tags."""
+    """JSON that cannot close a tag of the prompt."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("</", "<\\/")
 
 
@@ -203,8 +203,8 @@ async def _ask(
             try:
                 answer = await llm.chat(messages, **form)
             except (openai.BadRequestError, openai.UnprocessableEntityError):
-                # Many servers know no json_schema, and the prompt asks for the same form. If that
-                # was not the reason, this request fails as well.
+                # Many servers do not support json_schema, and the prompt asks for the same form. If
+                # that was not the reason, this request fails as well.
                 form = {}
                 answer = await llm.chat(messages)
         choice = answer.choices[0] if answer.choices else None

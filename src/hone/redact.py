@@ -1,10 +1,10 @@
-"""Which values are secrets, by their name or by their form.
+"""Find secrets by the name of a value or by its form, and remove them from text.
 
 In:   the name of a key, an option, a header or an environment variable; text of a message
 Out:  whether a value of that name is a secret; the text without the secrets in it
 
-A file or a log line that hone writes holds no secret: the configuration, the server's log and the
-messages about wrong values all ask here.
+No file or log line that hone writes contains a secret: the configuration, the server's log and
+messages about wrong values all use this module.
 """
 
 import re

@@ -1,9 +1,9 @@
-"""Retry with backoff: `@hone.retry()` for rollouts and tools, the pauses for everything else.
+"""Retry with backoff: `@hone.retry()` for rollouts and tools, and the delays used elsewhere.
 
-In:   a function, plain or async; how often something failed
+In:   a function, plain or async; a number of failures
 Out:  a function that gives up after `max_attempts` calls, with the last failure; seconds to wait
 
-The file is not called retry.py: importing it would put the module in place of `hone.retry`.
+The file is not called retry.py, because importing it would replace `hone.retry` by the module.
 """
 
 import asyncio

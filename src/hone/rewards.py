@@ -1,7 +1,7 @@
 """RULER under ART's names: a judge model scores the trajectories of a group by comparing them.
 
 In:   conversations or a TrajectoryGroup; the judge's name as LiteLLM spells it, and its address
-Out:  scores; or the group with the scores as rewards, and everything else as it was
+Out:  scores; or a copy of the group with the scores as rewards
 """
 
 import logging
@@ -33,7 +33,7 @@ _PROVIDERS = {
 }
 """Prefixes of LiteLLM's model names: variable of the address, address, variable of the key."""
 _OF_LITELLM = frozenset({"caching", "cache", "drop_params", "custom_llm_provider"})
-"""Parameters that configure LiteLLM itself; nothing to send."""
+"""Parameters that configure LiteLLM itself; they are not sent."""
 
 
 async def ruler(

@@ -3,9 +3,9 @@
 In:   a YAML file; requests with an input
 Out:  POST /generate, /generate/full and /v1/chat/completions, GET /health
 
-A request that names a rollout (X-Hone-Rollout and the headers beside it) runs in that rollout: its
-model calls carry the id on, so the training server records them where the client looks for them.
-The components are built once, before the first request.
+A request that names a rollout (X-Hone-Rollout and related headers) runs in that rollout: its model
+calls carry the id, so the training server records them under the client's rollout. The components
+are built once, before the first request.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from hone.workflow.loop import run_loop
 from hone.workflow.run import RolloutResult, run_rollout
 
 GRACE_S = 5
-"""How long requests may go on after a signal."""
+"""How long requests may keep running after a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,10 @@ class ServeWorkflowOptions:
     override: tuple[tuple[str, str], ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
-    """0: any free port."""
+    """0 picks a free port."""
     api_key: str | None = None
-    """Requests must have it as a bearer token; needed on addresses that other machines reach."""
+    """Key that requests must send as a bearer token; required if other machines can reach the
+    address."""
 
 
 def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> None:
@@ -141,7 +142,8 @@ class WorkflowApp:
         self._llms = llms
         self._workflow, self._name, self._timeout_s = workflow, name, timeout_s
         self._arguments, self._key = rollout_arguments or {}, api_key
-        # A page knows no key, so with one the service may have any name, such as one of Kubernetes.
+        # With a key, any host name is accepted, such as a Kubernetes service: a web page has no
+        # key.
         self._names = Names(host, bool(api_key), ("*",) if api_key else ())
 
     def routes(self) -> Starlette:
@@ -158,7 +160,7 @@ class WorkflowApp:
         return _json({"status": "healthy"})
 
     def _check(self, headers: Mapping[str, str]) -> None:
-        """Raises Unauthorized for what a web page or a stranger sent, as `hone serve` does."""
+        """Raise Unauthorized for requests from web pages or proxies, as `hone serve` does."""
         check_host(self._names, headers, "--api_key KEY and send the key")
         check_origin(headers, ())
         if not self._key:
@@ -167,7 +169,7 @@ class WorkflowApp:
     def _checked(
         self, answer: Callable[[Request], Coroutine[Any, Any, Response]], *, needs_key: bool = True
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The route behind the checks; a request that cannot be answered gets a status."""
+        """The route with its checks; a request that cannot be answered gets an error status."""
 
         async def route(request: Request) -> Response:
             try:
@@ -230,7 +232,7 @@ class WorkflowApp:
         return Response(stream, media_type="text/event-stream")
 
     async def _run(self, request: Request, input: Any) -> RolloutResult:
-        """Run the workflow in the rollout that the request names; stop it if the client leaves."""
+        """Run the workflow in the request's rollout; stop it if the client disconnects."""
         scope = RolloutScope.parse(request.headers, None)
         if scope.rollout:
             await asyncio.gather(*(llm.find_rollouts_url() for llm in self._llms()))

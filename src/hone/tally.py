@@ -61,7 +61,7 @@ class Tally:
         self._sums: dict[str, tuple[float, int]] = {}
 
     def expect(self, count: int) -> None:
-        """Count so many more rollouts into the total."""
+        """Add `count` rollouts to the total."""
         self.total += count
         self.bar.update(total=self.total)
 
@@ -84,7 +84,7 @@ class Tally:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Count a failure; raise it if it is one too many."""
+        """Count a failure; raise it if the limit is exceeded."""
         self.errors.append(error)
         self.advance()
         check_budget(self.errors, self.total, self.allowed)
@@ -126,7 +126,7 @@ def check_budget(errors: Sequence[Exception], total: int, allowed: float) -> Non
 
 @dataclass
 class Share:
-    """One awaitable's part of a tally: one rollout, until it shows that it is made of several."""
+    """One awaitable's part of a tally: one rollout, until it turns out to be several."""
 
     tally: Tally
     revealed: bool = False

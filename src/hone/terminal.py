@@ -1,4 +1,4 @@
-"""Shared by all commands: spelling of options, the log on stderr, tables on stdout.
+"""Shared by all commands: option names, the log on stderr, tables on stdout.
 
 In:   `-o KEY VALUE`, `--log-level`; log records; tables
 Out:  pairs; `LEVEL - message` lines on the console; a table as wide as the terminal
@@ -78,7 +78,7 @@ def log_from(level: str | None) -> str | None:
 
 
 def log_no_more() -> None:
-    """Undo `log_from`, for a program that calls a command and goes on."""
+    """Undo `log_from`, for programs that call a command as a function."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _ToConsole)]:
         root.removeHandler(handler)

@@ -40,8 +40,8 @@ class TrainConfig(BaseModel):
     learning_rate: float = Field(default=5e-6, ge=0)
     """AdamW's learning rate (0 measures without changing the weights)."""
     learning_rates: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
-    """Learning rate of each optimizer step, in place of `learning_rate`; the last value holds for
-    further steps."""
+    """Learning rate of each optimizer step, instead of `learning_rate`; later steps use the last
+    value."""
     loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"] = "grpo"
     """How labels are weighted and clipped; see learner/loss.py. `dpo` compares trajectories of a group
     in pairs, `sft` trains on every trajectory whatever its reward."""
@@ -70,7 +70,8 @@ class TrainConfig(BaseModel):
     """How many steps older than the job's base step the sampled calls may be; None: any number. It
     does not apply to dpo and sft, which train on text of any origin."""
     dpo_beta: float = Field(default=0.1, gt=0)
-    """dpo: how strongly the policy is held to the reference; smaller values let it move further."""
+    """dpo: how strongly the policy is kept close to the reference; smaller values let it move
+    further."""
     dpo_pairs: Literal["best_worst", "all"] = "best_worst"
     """dpo: one pair per group, of the best and the worst trajectory by reward; or every pair with
     unequal rewards."""
@@ -78,7 +79,7 @@ class TrainConfig(BaseModel):
     """dpo: the reference policy is the base model without adapter, or the policy at the start of the
     job."""
     groups_per_optimizer_step: int = Field(default=8, gt=0)
-    """Largest number of groups per optimizer step. Groups are split evenly: 17 into 6, 6 and 5."""
+    """Maximum number of groups per optimizer step. Groups are split evenly: 17 into 6, 6 and 5."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -86,7 +87,7 @@ class TrainConfig(BaseModel):
     max_seq_length: int = Field(default=8192, gt=1)
     """Rollouts with a longer call are dropped and counted, never truncated."""
     row_tokens: int | None = Field(default=None, gt=0)
-    """Largest number of tokens per packed row; the longest path always fits. Null: as many as fit
+    """Maximum number of tokens per packed row; the longest path always fits. Null: as many as fit
     into the learner's share of the machine's total memory, recorded with the job when it starts."""
 
     @model_validator(mode="before")
@@ -97,8 +98,8 @@ class TrainConfig(BaseModel):
             values = dict(values)
             if values.pop("grad_accumulation_sequences") is not None:
                 raise ValueError(
-                    "grad_accumulation_sequences: Optimizer steps are counted in groups, so that "
-                    "none is split; set groups_per_optimizer_step"
+                    "grad_accumulation_sequences: Optimizer steps consist of whole groups; set "
+                    "groups_per_optimizer_step"
                 )
         return values
 
@@ -155,7 +156,7 @@ class TrainSFTConfig(BaseModel):
     """Conversations per optimizer step; auto: 2."""
 
     def job_keys(self) -> dict[str, Any]:
-        """The keys of TrainConfig that it stands for."""
+        """The equivalent keys of TrainConfig."""
         size = AUTO_BATCH if self.batch_size == "auto" else self.batch_size
         rate = self.learning_rate
         rates = {"learning_rates": rate} if isinstance(rate, list) else {"learning_rate": rate}

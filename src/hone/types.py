@@ -3,9 +3,9 @@
 In:   sampled calls; the user's settings
 Out:  validated, frozen values
 
-A Call carries the token ids that the engine got and returned. They are never encoded again from
-text: 15 of 64 completions of a small model come back as other ids, and their logprobs would then
-describe tokens that were never sampled.
+A Call carries the token ids that the engine received and returned. They are never encoded again
+from text: for a small model, 15 of 64 completions gave different ids, and their logprobs would then
+belong to tokens that were never sampled.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
-"""Name of a model, a project or a run. It becomes a directory, so it cannot leave its parent."""
+"""Name of a model, a project or a run. It is used as a directory name, so it contains no path."""
 _ROOT_FILES = re.compile(r"api_key|cache|evals|logs|runs|(server|state)\..*", re.IGNORECASE)
 """Files of a server under its root, beside the directories of projects."""
 
@@ -51,14 +51,14 @@ def _readable(name: str) -> str:
 
 
 AnyName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_readable)]
-"""A name as ART's users write them, with spaces and slashes; `stored_name` makes a Name of it."""
+"""A name as ART's users write them, with spaces and slashes; `stored_name` turns it into a Name."""
 AnyProject = Annotated[AnyName, AfterValidator(_not_a_root_file)]
 
 
 def stored_name(name: str) -> str:
     """The Name under which a model or project is stored: its own, if that is one.
 
-    'my agent/v2' becomes 'my-agent-v2-' and eight digits of its hash, so that no two names meet.
+    'my agent/v2' becomes 'my-agent-v2-' and eight digits of its hash, so that names do not collide.
     """
     if re.fullmatch(_NAME, name):
         return name
@@ -71,7 +71,7 @@ RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~
 
 
 def _address(url: str) -> str:
-    """The URL without /v1 and without a slash at its end."""
+    """The URL without /v1 and without a trailing slash."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ValueError(f"{url!r} must look like http://HOST:PORT")
@@ -81,7 +81,7 @@ def _address(url: str) -> str:
 AdvertisedUrl = Annotated[str, AfterValidator(_address)]
 """Address of a server as agents reach it."""
 ModelAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
-"""Another name of a model; it has no step."""
+"""An alias of a model, without a step."""
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
 SERVER_ADDRESS = "server.json"
 """File under a server's root with its address, while it runs."""
@@ -122,7 +122,7 @@ class Call(Strict):
     """False if only the log-probability after top-p, top-k, min-p, a penalty or a grammar is known."""
     masked_logprobs: list[float | None] | None = None
     """Log-probability of each completion token after top-p, top-k, min-p, penalties, logit_bias and
-    the grammar; null where they changed nothing, None if they did so nowhere."""
+    the grammar; null for tokens where they changed nothing, None if they changed none."""
     forced: list[int] = []
     """Positions in the completion that were not chosen: inserted, or the only token that the grammar
     allowed. They get no label."""
@@ -133,7 +133,8 @@ class Call(Strict):
     function: str = ""
     """Path of the function that made the call."""
     trained: bool = True
-    """False: the call is only context (of another model, or of a function that is no target)."""
+    """False if the call is only context (of another model, or of a function that is not a
+    target)."""
 
     @model_validator(mode="after")
     def _logprobs_cover_the_completion(self) -> Self:
@@ -238,7 +239,7 @@ class ModelInfo(Strict):
     inference_name: str
     """The model name to send there."""
     advertised_url: str | None = None
-    """Address for agents on other machines, if the server was told one."""
+    """Address for agents on other machines, if one is configured."""
     not_applicable: list[str]
     created_at: float
 

@@ -142,7 +142,7 @@ def prove_newer(python: Path, version: str, ready: dict[str, Any], base: Path) -
     # val/reward is -1 at step 1 and -2 at step 2: its own history decides what ART keeps.
     show("the newest and the best checkpoint are kept", saw["kept"] == [1, 3 + bool(by_model)], saw)
     show("a choice of LiteLLM names its recorded call", saw["litellm"] == [True, True], saw)
-    refused = "AdamW runs with betas" in saw["refused"]
+    refused = "AdamW always uses betas" in saw["refused"]
     show("an option that hone cannot honour is refused with the reason", refused, saw)
 
 

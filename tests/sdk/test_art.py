@@ -57,9 +57,9 @@ def test_options_of_a_training_call(options: dict[str, Any], keys: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adam_params": {"lr": 1}}, "AdamW runs with betas 0.9 and 0.99"),
+        ({"adam_params": {"lr": 1}}, "AdamW always uses betas 0.9 and 0.99"),
         ({"advantage_balance": 0.5}, "leave it out or send 0. Positive and negative"),
-        ({"allow_training_without_logprobs": True}, "train_sft trains on texts"),
+        ({"allow_training_without_logprobs": True}, "train_sft to train on text"),
         ({"kl_ref_adapter_path": "x"}, "is the base model"),
         ({"importance_sampling_level": "sequence"}, "set epsilon and epsilon_high"),
         ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
@@ -187,7 +187,7 @@ async def test_a_server_at_a_url_under_art_s_name(local: LocalBackend, model: ar
 
 
 def test_a_local_backend_refuses_what_it_does_not_count():
-    with pytest.raises(ConfigError, match="Costs are not counted"):
+    with pytest.raises(ConfigError, match="does not compute costs"):
         LocalBackend(gpu_cost_per_hour_usd=2.0)  # pyright: ignore[reportArgumentType]
     assert LocalBackend(path=None).root.name == ".hone"
 

@@ -196,7 +196,7 @@ def test_an_internal_config_is_sent_in_hone_s_words():
         ({"init_arg": {}}, "_internal_config.init_arg: no such key. Did you mean 'init_args'?"),
         ({"init_args": 3}, "_internal_config.init_args: expected a dict, got int"),
         ({"rollout_weights_mode": "merged"}, "leave it out or send 'lora'. Adapters are served as"),
-        ({"torchtune_args": {"model": "x"}}, "Hone trains LoRA adapters on its own server"),
+        ({"torchtune_args": {"model": "x"}}, "hone trains LoRA adapters on its own server"),
         ({"chat_template": "{{ x }}"}, "name that directory as base_model"),
     ],
 )
