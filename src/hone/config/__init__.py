@@ -1,1 +1,1 @@
-"""YAML in, validated components out; problems with file and line."""
+"""Turn YAML into validated components; report problems with file and line."""

@@ -3,8 +3,8 @@
 In:   the keys under one `_type` of the YAML
 Out:  a ComponentConfig of that component
 
-Unknown keys are refused here, for all components: a misspelt key that is ignored would train a run
-with a default that nobody chose.
+Unknown keys are refused here, for all components: if a misspelt key were ignored, the run would be
+trained with an unintended default.
 """
 
 import importlib.util
@@ -41,21 +41,22 @@ class ComponentConfig(Strict):
 
 
 class FunctionBaseConfig(ComponentConfig):
-    """A function, or the workflow, which runs on one input."""
+    """A function, or the workflow that runs on each input."""
 
     not_yet: ClassVar[Mapping[str, str]] = {"middleware": "wrap the function in your own code"}
     names_functions: ClassVar[bool] = False
-    """Its calls may carry names that are not in the YAML, such as those of a graph's nodes."""
+    """Whether its calls may carry names that are not in the YAML, such as those of a graph's
+    nodes."""
 
 
 class LLMBaseConfig(ComponentConfig):
-    """A model that functions call. Keys it does not know are sent with every request."""
+    """A model that functions call. Unknown keys are sent with every request."""
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def has_openai_api(self) -> bool:
-        """Whether it is a model behind an OpenAI API, which hone can call itself."""
+        """Whether the model has an OpenAI API, so that hone can call it itself."""
         return True
 
 
@@ -65,7 +66,7 @@ class EvaluatorBaseConfig(ComponentConfig):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Annotates text that is the key of a component; `hone validate` checks that the key exists."""
+    """Annotates a string that is the key of a component; `hone validate` checks that it exists."""
 
     section: tuple[str, ...]
 
@@ -103,14 +104,14 @@ class TrainerConfig(ComponentConfig):
 
 
 class LoggerBaseConfig(ComponentConfig):
-    """Sends what a run does to a service or to files."""
+    """Sends a run to a service or to files."""
 
     modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that the logger imports, of packages that hone does not depend on."""
+    """Modules that the logger imports and that hone itself does not depend on."""
     extra: ClassVar[str] = ""
     """The extra of hone that installs them."""
     reads_calls: ClassVar[bool] = False
-    """Whether it sends the model calls of rollouts, which are recorded only for such loggers."""
+    """Whether it sends the model calls of rollouts, which are only recorded for such loggers."""
 
     timeout_s: float = Field(default=60.0, gt=0)
     """How long a failed request is retried before the logger stops, and how long the end of a run
@@ -129,7 +130,7 @@ class LoggerBaseConfig(ComponentConfig):
         return self.refusal()
 
     def refusal(self) -> str | None:
-        """What is wrong with the settings, such as a missing key; None if nothing is."""
+        """What is wrong with the settings, such as a missing key; None if they are valid."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""A Document -> live components, each built at its first use.
+"""Build the components of a Document, each at its first use.
 
 In:   a checked Document; the factories of the registry
 Out:  a Builder: functions, models, evaluators and the three parts of a training run, by name
@@ -56,7 +56,7 @@ _SECTIONS = {
     "trainer_adapter": ("trainer_adapters",),
     "trainer": ("trainers",),
 }
-"""The section of the YAML that holds a kind; the dataset has no section."""
+"""The section of the YAML for each kind; the dataset has no section."""
 
 T = TypeVar("T")
 Key = tuple[str, str]
@@ -73,13 +73,14 @@ class Served:
     model: str
     """The model name to send."""
     host: str | None = None
-    """The server's host and port, as rollouts address it."""
+    """The server's host and port, as rollouts reach it."""
     trained: Trained | None = None
-    """The model in training, which decides what `llms` entries send; None: their own name."""
+    """The model in training, which decides which name `llms` entries send; None if they send their
+    own."""
     recorded: Callable[[str], Awaitable[list[RecordedCall]]] | None = None
-    """Rollout id -> the calls that the server recorded; None where it records none."""
+    """Returns the recorded calls of a rollout id; None if the server does not record calls."""
     advertised_url: str | None = None
-    """Base URL for agents in other processes, if it is another one; ends in /v1."""
+    """Base URL for agents in other processes, if it differs; ends in /v1."""
 
     @property
     def rollout_arguments(self) -> dict[str, Any]:
@@ -125,11 +126,11 @@ class Builder:
         return [held for (kind, _), held in self._live.items() if kind == "llm_provider"]
 
     def get_llm_config(self, name: str) -> LLMBaseConfig:
-        """One entry of `llms`, as it is written."""
+        """The configuration of one entry of `llms`."""
         return _pick("llm_provider", name, self.document.llms)
 
     def choose_policy(self, target: str | None = None) -> None:
-        """Decide which entry of `llms` is trained; raises ConfigError where that is not clear.
+        """Decide which entry of `llms` is trained; raises ConfigError if that is ambiguous.
 
         `target` is the key of another document's policy, used if this document has that key.
         """
@@ -141,7 +142,7 @@ class Builder:
             self.is_training = True
 
     def get_model_name(self, key: str) -> str | None:
-        """The model name that an entry of `llms` sends; None where it is not known yet."""
+        """The model name that an entry of `llms` sends; None if it is not known yet."""
         config, served = self.get_llm_config(key), self.served
         if self.is_training and served is not None and served.trained is not None:
             return sent_name(config, served.trained, is_policy=key == self.policy)
@@ -154,7 +155,7 @@ class Builder:
         return trained is not None and address_of(base_url) in trained.addresses
 
     def get_rollouts_url(self, base_url: str) -> str | None:
-        """Where agents outside this process reach the server that has this address.
+        """The URL at which agents outside this process reach the server with this address.
 
         None if it is not the server that records rollouts.
         """
@@ -163,9 +164,10 @@ class Builder:
         return self.served.advertised_url or base_url
 
     def get_rollout_key(self, base_url: str, api_key: str | None) -> str | None:
-        """The key for agents outside this process, where `api_key` is for this one.
+        """The key for agents outside this process, if it differs from `api_key`.
 
-        None if it is the same: another server's, or one that does not open the training API.
+        None if it is the same: a key of another server, or one that is not valid for the training
+        API.
         """
         if self.served is None or not self.is_training_server(base_url):
             return None
@@ -237,7 +239,7 @@ class Builder:
         self.served = adapter.served
 
     async def share(self, name: str, factory: Callable[["Builder"], AsyncIterator[T]]) -> T:
-        """One object that several components use: made once, and closed after all of them."""
+        """An object that several components share: created once, and closed after all of them."""
         return await self._once(("shared", name), lambda: self._start(name, factory(self)))
 
     async def _start(self, what: str, source: AsyncIterator[T]) -> T:
@@ -262,7 +264,7 @@ class Builder:
             raise ConfigError(
                 f"{self.document.file}: components need each other in a circle: {circle}"
             )
-        # One request at a time: two whose components need each other's would deadlock.
+        # One at a time: two requests whose components depend on each other would deadlock.
         async with nullcontext() if under else self._turn, self._locks[key]:
             if key not in self._live:
                 token = _under.set((*under, key))

@@ -1,4 +1,4 @@
-"""Loaded values -> a validated document, or every problem in them.
+"""Validate loaded values: the document, or every problem in them.
 
 In:   the values that load.py read, and the document's class
 Out:  the document, or None and a list of Problems
@@ -28,12 +28,12 @@ SECTION_OF = {
     "trajectory_builder": "trajectory_builders",
     "trainer_adapter": "trainer_adapters",
 }
-"""The section whose key `finetuning.X` names."""
+"""For `finetuning.X`, the section whose keys it may name."""
 WORKFLOW = "<workflow>"
-"""May be named in every target list, beside functions."""
+"""A name that every list of targets may contain, besides functions."""
 
 ATTEMPTS = 20
-"""Each attempt may reveal errors that the ones before it hid."""
+"""Maximum number of attempts; each may reveal errors that earlier ones hid."""
 
 _SHORT = {
     "dict_type": "expected a block of keys",
@@ -72,7 +72,7 @@ def salvage(loaded: Loaded, root: type[D]) -> D | None:
             return root.model_validate(data)
         except ValidationError as error:
             wrong = {_path(detail, data) for detail in error.errors(include_url=False)}
-        # List elements from the last to the first, so that the indices of the others hold.
+        # List elements from last to first, so that the indices of the others stay valid.
         for path in sorted(wrong, key=lambda p: [str(part).zfill(9) for part in p], reverse=True):
             if not path:
                 return None
@@ -105,7 +105,7 @@ def _translated(
     for path, here in by_path.items():
         deeper = any(p[: len(path)] == path and p != path for p in by_path)
         if deeper and isinstance(here[0]["input"], Mapping) and here[0]["type"] != "value_error":
-            continue  # an error inside the member of the union that was meant is clearer
+            continue  # an error inside the intended member of the union is clearer
         messages = list(dict.fromkeys(_message(e, path, loaded, root) for e in here))
         got, same = _common(messages)
         message = got + " or ".join(same) if same else "; ".join(messages)

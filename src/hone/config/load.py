@@ -1,4 +1,4 @@
-"""A YAML file -> plain values, and the file and line of each.
+"""Load a YAML file: plain values, and the file and line of each.
 
 In:   a file; the environment; the files that `base:` and `file://` name
 Out:  Loaded: nested dicts and lists, and file:line of every key
@@ -25,8 +25,8 @@ TEXT_SUFFIXES = (".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", "
 """Extensions of files that `file://` may name."""
 
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}\n]*))?\}")
-# Stands for a ${...} while YAML is parsed: two characters of the private use area around its number.
-# In the text itself its braces would end a list in brackets, and a default could hold ": ".
+# Placeholder for a ${...} while YAML is parsed: its number between two private-use characters. In the
+# text itself, its braces would end a flow list, and a default could contain ": ".
 _STAND_IN = re.compile("\ue000([0-9]+)\ue001")
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$"
@@ -60,7 +60,7 @@ class Loaded:
     places: dict[Keys, Place]
     """File and line of each key and list element, by its path."""
     untyped: dict[Keys, str] = field(default_factory=dict)
-    """Values that are text because they come from the environment or the command line."""
+    """Paths of values that are text because they come from the environment or the command line."""
     problems: list[Problem] = field(default_factory=list)
     """Problems beyond YAML syntax: variables that are not set, files that do not exist."""
 
@@ -230,7 +230,7 @@ class _Reader:
 
         def value(match: re.Match[str]) -> str:
             variable = self.variables[int(match[1])]
-            if variable[0].startswith("$$"):  # $${x} is how one writes ${x}
+            if variable[0].startswith("$$"):  # $${x} is an escaped ${x}
                 return variable[0][1:]
             held = os.environ.get(variable[1])
             if not held and variable[2] is not None:

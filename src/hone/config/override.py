@@ -1,11 +1,11 @@
-"""`-o a.b.c value` and text from the environment -> values of the schema's types.
+"""Apply `-o a.b.c value` and text from the environment as values of the schema's types.
 
 In:   dotted paths and text; the document's class
 Out:  the loaded values, changed; problems for paths that do not exist
 
-The schema decides what text means, not the text: `-o llms.m.model_name 7` is the name "7", and
-`-o finetuning.num_epochs 7` the number. Element 1 of a list is `a.b.1`; a key with a dot in it
-stands in quotes.
+The schema decides what text means, not the text: `-o llms.m.model_name 7` is the name "7", and `-o
+finetuning.num_epochs 7` the number. Element 1 of a list is `a.b.1`; a key that contains a dot is
+quoted.
 """
 
 import copy
@@ -39,7 +39,7 @@ def apply(
         data, places = copy.deepcopy(loaded.data), dict(loaded.places)
         message = _set(loaded, path, text, root, place) if path else "expected a key such as a.b.c"
         if message is not None:
-            # Undo it: the blocks created on the way would be reported as problems too.
+            # Undo it, or the blocks created on the way would be reported as problems too.
             loaded.data.clear()
             loaded.data.update(data)
             loaded.places.clear()
@@ -121,7 +121,7 @@ def _forget(loaded: Loaded, path: Path) -> None:
 
 
 def typed(annotation: Any, text: str) -> Any:
-    """Text as a value of the schema's type; text that does not fit stays, for the check."""
+    """Text as a value of the schema's type; text that does not fit is left for the validation."""
     wanted = [o for o in shape.options(annotation, None) if not isinstance(o, Names)]
     if type(None) in wanted and text.strip() in ("null", "~", "None"):
         return None
@@ -160,7 +160,7 @@ def _is_text(option: Any) -> bool:
 
 
 def _of_node(annotation: Any, node: yaml.Node | None) -> Any:
-    """A list or block in brackets; each scalar in it gets its own type."""
+    """A list or block in brackets; each scalar in it is converted separately."""
     if isinstance(node, yaml.SequenceNode):
         return [_of_node(shape.below(annotation, i, []), n) for i, n in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):

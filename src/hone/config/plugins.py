@@ -4,8 +4,8 @@ In:   the entry points of group `hone.components`; those of NeMo Agent Toolkit, 
 Out:  a filled registry
 
 A plugin that cannot be imported does not stop a run that does not need it. The error about an
-unknown `_type` repeats the reason, because that is when somebody looks for it. The toolkit is
-imported only for a `_type` that hone does not have, because that takes seconds.
+unknown `_type` repeats the reason, because that is when a user needs it. The toolkit is imported
+only for a `_type` that hone does not have, because importing it takes seconds.
 """
 
 import logging
@@ -83,7 +83,7 @@ def load_toolkit() -> tuple[str, ...] | None:
 
     Returns one message for each of its plugins that failed.
     """
-    discover()  # first, so that the names of hone and its plugins are taken
+    discover()  # first, so that hone and its plugins get their names
     if not is_toolkit_installed():
         return None
     return import_module("hone.nat.components").register()

@@ -41,7 +41,7 @@ class Trained:
     """Other names of it inside the run's rollouts."""
 
     def names_like(self, name: str) -> frozenset[str] | None:
-        """All names under which the server answers as it does to this one, if with the policy."""
+        """All names of the policy, if this is one of them; otherwise None."""
         every = self.names | self.aliases | {self.base_model}
         return every | {f"{name}@latest" for name in every} if name in every else None
 
@@ -54,7 +54,7 @@ def address_of(base_url: str) -> Address:
 
 
 def needs_training_server(config: LLMBaseConfig) -> bool:
-    """Whether an entry has no address of its own, so that only the training server serves it."""
+    """Whether an entry has no address, so that it uses the training server."""
     return config.type_name == TRAINABLE and getattr(config, "base_url", None) is None
 
 
@@ -65,7 +65,7 @@ def openai_url(config: LLMBaseConfig) -> str:
 
 
 def choose_policy(document: Document, trained: Trained, target: str | None = None) -> str | None:
-    """The key of the policy under `llms`; None where only the agent's own clients call it.
+    """The key of the policy under `llms`; None if only the agent's own clients call it.
 
     Raises ConfigError if several entries match, and if the policy's entry names a fixed step.
     `target` replaces `finetuning.target_model`.
@@ -103,7 +103,7 @@ def sent_name(config: LLMBaseConfig, trained: Trained, *, is_policy: bool) -> st
 
 
 def describe(document: Document, trained: Trained, policy: str | None) -> str:
-    """A sentence: which entry is trained, which are frozen, what the base model's name means."""
+    """Log text: which entry is trained, which are frozen, what the base model's name means."""
     others = [key for key in document.llms if key != policy]
     frozen = [
         key
@@ -146,7 +146,7 @@ class _Entry:
         named = self.stem in trained.names or self.stem == trained.base_model
         unnamed = self.is_trainable and self.written is None
         self.is_it = self.is_at_server and self.step is None and (named or unnamed)
-        """It names the model in training or its base model, and no fixed step."""
+        """Whether it names the model in training or its base model, without a fixed step."""
 
     def _is_at(self, config: LLMBaseConfig, addresses: Collection[Address]) -> bool:
         if not config.has_openai_api:

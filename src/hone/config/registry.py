@@ -3,7 +3,7 @@
 In:   `@register_function(config_type=MyConfig)` over an async generator that yields the instance
 Out:  the class that schema.py validates a block with, and the factory that build.py calls
 
-A `_type` is registered once. With two of one name, the order of imports would decide which reward
+A `_type` is registered once. With two of the same name, the import order would decide which reward
 a run is trained on.
 """
 
@@ -164,10 +164,10 @@ _toolkit: dict[tuple[str, str], Registered] = {}
 """Components of NeMo Agent Toolkit whose name hone or one of its plugins has too, by that name."""
 
 TOOLKIT_REFERENCES: dict[type, tuple[str, ...]] = {}
-"""Types of NeMo Agent Toolkit whose values are keys of a section, such as its `LLMRef`."""
+"""Reference types of NeMo Agent Toolkit, such as its `LLMRef`, and the section of their keys."""
 
 WRAPPERS: dict[str, Callable[[str, Any], Any]] = {}
-"""Kind -> what makes a component of the key and the instance; other kinds are their instance."""
+"""By kind, a function that makes the component from key and instance; else it is the instance."""
 
 
 def register_function(config_type: type[C], framework_wrappers: Sequence[str] = ()) -> Decorator[C]:

@@ -4,7 +4,7 @@ In:   a file and `-o` overrides
 Out:  a Document whose blocks are the configuration objects of their components
 
 The whole file is validated against the registered types before anything starts: a mistake on the
-last line must not cost an epoch.
+last line must not surface after the first epoch.
 """
 
 import logging
@@ -226,7 +226,7 @@ class FinetuneConfig(Strict):
 
 
 class JobManagementConfig(Strict):
-    """Gives each evaluation a directory of its own."""
+    """Gives each evaluation its own directory."""
 
     append_job_id_to_output_dir: bool = False
     """Write to `jobs/job_ID` under the output directory."""
@@ -322,8 +322,8 @@ class Document(Strict):
     """Services and files that a training run is sent to; a name (`tensorboard`), or a block with
     `_type`."""
     general: ToolkitSection = Field(default_factory=dict)
-    """Telemetry and other settings of NeMo Agent Toolkit. This section and those below are given to
-    the toolkit as they are, for its functions, and need it installed."""
+    """Telemetry and other settings of NeMo Agent Toolkit. This section and those below are passed to
+    the toolkit unchanged, for its functions, and require it to be installed."""
     function_groups: ToolkitSection = Field(default_factory=dict)
     middleware: ToolkitSection = Field(default_factory=dict)
     embedders: ToolkitSection = Field(default_factory=dict)
@@ -367,7 +367,7 @@ def examine(
 
 
 def _log_names_of_both(document: Document) -> None:
-    """Say whose component is used where NeMo Agent Toolkit has one of the same name."""
+    """Log whose component is used if NeMo Agent Toolkit has one of the same name."""
     blocks = [
         *(("llm_provider", f"llms.{key}", config) for key, config in document.llms.items()),
         *(("function", f"functions.{key}", config) for key, config in document.functions.items()),

@@ -3,9 +3,10 @@
 In:   a configuration as it was read, the options of the command line, the environment
 Out:  the same values with every secret replaced by HIDDEN
 
-A secret is the value of a key, an option or an environment variable whose name says so (redact.py).
-It is hidden wherever it occurs: a header or an address may hold it too. The password of an address
-is a secret under any name, and so is every header of a logger, since services choose their names.
+A secret is the value of a key, an option or an environment variable with a secret name (redact.py).
+It is hidden wherever it occurs: a header or an address may contain it too. The password of an
+address is a secret under any name, and so is every header of a logger, since services choose their
+names.
 """
 
 import os
@@ -17,7 +18,8 @@ from hone.redact import HIDDEN, is_secret, redact_urls
 Path = tuple[str, ...]
 """The keys that lead to a value."""
 _SHORTEST = 8
-"""A shorter value may occur by chance in another text; it is hidden only under its own key."""
+"""Minimum length: a shorter value may occur in other text by chance, so it is hidden only under its
+key."""
 _PUBLIC = frozenset({"default"})
 """The key that a server accepts from any client on its own machine."""
 
