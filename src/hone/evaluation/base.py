@@ -3,8 +3,8 @@
 In:   an EvalInputItem: a row of the dataset, and the workflow's output for it
 Out:  a Score: a finite number, or the reason why there is none
 
-A failure is never a number. An evaluator that raises, returns an `error`, None, NaN or no number
-has not scored the item: a 0 in its place would train the policy for an evaluator's fault.
+A failure is never a number. An evaluator that raises, returns an `error`, None, NaN or a value that
+is not a number has not scored the item: a 0 would punish the policy for the evaluator's fault.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from hone.types import Failure
 
 
 def _as_id(value: Any) -> Any:
-    # Ids are keys of groups, journals and files, and files hold text: 7 and "7" are the same id.
+    # Ids are keys of groups, journals and files, and files store text: 7 and "7" are the same id.
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -43,7 +43,7 @@ class EvalInputItem(_Item):
 
     id: ItemId
     example: ItemId | None = None
-    """Id of the row, which its `--reps` share; None if it is `id`."""
+    """Id of the row, shared by its `--reps`; None if it equals `id`."""
     input_obj: Any
     """The workflow's input."""
     expected_output_obj: Any = None
@@ -57,7 +57,7 @@ class EvalInputItem(_Item):
     steps: list[Step] = []
     """The `hone.step` calls of the rollout, in order."""
     events: list[Any] = []
-    """Intermediate steps in the form of NeMo Agent Toolkit, if a workflow of it ran."""
+    """Intermediate steps in NeMo Agent Toolkit's format, if one of its workflows ran."""
     seconds: float | None = None
     """Duration of the rollout."""
     full_dataset_entry: Any = None
@@ -116,7 +116,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class GroupEvaluator(Evaluator, Protocol):
-    """Scores the rollouts of one example by comparing them; `evaluate_item` scores one alone."""
+    """Scores the rollouts of one example by comparing them; `evaluate_item` scores a single one."""
 
     async def evaluate_group(self, items: Sequence[EvalInputItem]) -> Sequence[EvalOutputItem]:
         """One output for each item, in the order of the items, whose ids may be equal."""
@@ -156,7 +156,7 @@ class BaseEvaluator(ABC):
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem: ...
 
     async def evaluate(self, eval_input: EvalInput) -> EvalOutput:
-        """Score all items, `max_concurrency` at a time; one that fails does not stop the others."""
+        """Score all items, `max_concurrency` at a time; a failure does not stop the others."""
         items = eval_input.eval_input_items
         scores = await asyncio.gather(*(score(self, item) for item in items))
         return output_of((item.id, one) for item, one in zip(items, scores, strict=True))
@@ -166,7 +166,7 @@ class DatasetLoader(Protocol):
     """Reads a dataset."""
 
     def load(self, path: Path | None) -> list[dict[str, Any]] | EvalInput:
-        """Rows, which become items as `structure` says; or items."""
+        """Rows, which become items according to `structure`; or items."""
         ...
 
 
@@ -176,21 +176,21 @@ class EvalOptions:
 
     config_file: Path
     dataset: Path | None = None
-    """Replaces the document's dataset; the extension says of which type it is."""
+    """Replaces the document's dataset; the extension selects its type."""
     result_json_path: str = "$"
     skip_workflow: bool = False
-    """Score the answers that are there: in the dataset, or from the last evaluation."""
+    """Score existing answers, from the dataset or from the last evaluation."""
     skip_completed_entries: bool = False
     """Run only the items without an answer."""
     endpoint: str | None = None
     """The workflow runs at this address."""
     endpoint_timeout: float = 300.0
-    """Seconds that one rollout may take there."""
+    """Timeout of one rollout there, in seconds."""
     reps: int = 1
     override: Sequence[tuple[str, str]] = ()
 
     def check(self) -> None:
-        """Raise ConfigError for options that exclude each other."""
+        """Raise ConfigError for options that cannot be combined."""
         skips = self.skip_workflow or self.skip_completed_entries
         if self.reps < 1:
             raise ConfigError(f"--reps {self.reps}: at least 1")
@@ -236,7 +236,7 @@ async def _scores(
     items: Sequence[EvalInputItem],
     timeout_s: float | None,
 ) -> list[Score]:
-    # The timeout is for the scoring alone, not for the wait of a thousand items for their turn.
+    # The timeout covers only the scoring, not the wait for a free slot.
     turn = evaluator.semaphore if isinstance(evaluator, BaseEvaluator) else nullcontext()
     deadline: asyncio.Timeout | None = None
     try:

@@ -17,7 +17,7 @@ from hone.evaluation.base import EvalInputItem
 from hone.evaluation.rule import Rule, Verdict, expected_of, parsed, rule_evaluator, same
 
 ToolCall = tuple[str, Any]
-"""Name and arguments; arguments that are not JSON stay text, and match nothing."""
+"""Name and arguments; arguments that are not JSON remain text and match nothing."""
 
 
 class ToolCallMatch(Rule, name="tool_call_match"):
@@ -77,9 +77,9 @@ class ToolCallMatch(Rule, name="tool_call_match"):
             return _longest_common(actual, expected, self._equal)
         if not actual or not expected:
             return 0
-        from scipy.optimize import linear_sum_assignment  # here, because it takes a second to load
+        from scipy.optimize import linear_sum_assignment  # imported here: it takes a second
 
-        # Not the first that fits: with `subset` or a tolerance, another call may need that one.
+        # Not the first match: with `subset` or a tolerance, another call may need that one.
         equal = [[self._equal(call, wanted) for wanted in expected] for call in actual]
         pairs = zip(*linear_sum_assignment(equal, maximize=True), strict=True)
         return sum(equal[row][column] for row, column in pairs)
@@ -134,7 +134,7 @@ class _Measure(Rule):
     """Time or tokens that an item took."""
 
     max_concurrency: int = Field(default=8, ge=1)
-    """Accepted for NeMo Agent Toolkit's sake; has no effect."""
+    """Accepted for compatibility with NeMo Agent Toolkit; has no effect."""
 
 
 class AvgLlmLatency(_Measure, name="avg_llm_latency"):

@@ -1,11 +1,11 @@
-"""A dataset of the YAML, or a file named on the command line -> the items of an evaluation.
+"""Load the items of an evaluation from a dataset of the YAML or a file of the command line.
 
 In:   a DatasetBaseConfig (json, jsonl, csv, parquet, xls, custom, or a plugin's), or a path
 Out:  EvalInputItems in the order of the rows, each id once
 
-Groups, journals and curricula are keyed by id. The id of a row without one is its number in the
-file, so that filters do not renumber the others. Two rows with one id are an error: the rewards of
-one would count for the other.
+Groups, journals and curricula are keyed by id. A row without an id gets its number in the file, so
+that filters do not renumber the others. Two rows with the same id are an error: their rewards would
+be mixed up.
 """
 
 import json
@@ -42,7 +42,7 @@ class MissingQuestion(ConfigError):
 
 
 class JsonDataset(DatasetBaseConfig, name="json"):
-    """A file that holds a list of objects."""
+    """A JSON file with a list of objects."""
 
 
 class JsonlDataset(DatasetBaseConfig, name="jsonl"):
@@ -66,7 +66,7 @@ FILE_DATASETS = (JsonDataset, JsonlDataset, CsvDataset, ParquetDataset, XlsDatas
 
 
 class CustomDataset(DatasetBaseConfig, name="custom"):
-    """The rows that a function of yours returns."""
+    """The rows that your own function returns."""
 
     function: str
     """`package.module.function` or `package.module:function`; it is called with `file_path` and
@@ -76,7 +76,7 @@ class CustomDataset(DatasetBaseConfig, name="custom"):
 
 
 class FileLoader:
-    """Reads rows in one format; csv and xls read a second one, by the file's name."""
+    """Reads rows in one format; csv and xls also read a second one, by file extension."""
 
     def __init__(self, kind: str) -> None:
         self._read = {
@@ -159,7 +159,7 @@ def load_items(
         config: its structure and filters apply to `override` too.
         override: a file of any known type, by its extension; the function of a `custom` dataset
             gets its path.
-        reps: repeat each item so often, as ID_rep0, ID_rep1, ...
+        reps: repeat each item this many times, as ID_rep0, ID_rep1, ...
         loader: the loader of a dataset that is not built in.
         near: a relative `file_path` is looked up here if it is not under the current directory.
     """
@@ -241,7 +241,7 @@ def _items(dataset: Sequence[Row], config: DatasetBaseConfig, where: str) -> lis
     return items
 
 
-@cache  # once, although a command reads its dataset to check it and again to run on it
+@cache  # warn once: a command reads its dataset twice, to check it and to run on it
 def _warn_of_blank(where: str, column: str, blank: Sequence[int], total: int) -> None:
     log.warning(
         "%s: %d of %d rows have no %s and are left out: %s",

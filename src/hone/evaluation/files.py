@@ -5,8 +5,8 @@ Out:  workflow_output.json, EVALUATOR_output.json, config_original.yml, config_e
       config_metadata.json; finished.jsonl until all of these are written
 
 Each finished item is on disk before the next is counted, so a crash loses no finished rollout.
-`.hone_files` lists the files that hone wrote, and cleaning removes no others: the directory is the
-user's, and may be a home directory.
+`.hone_files` lists the files that hone wrote, and cleaning removes no others: the directory belongs
+to the user and may be a home directory.
 """
 
 import json
@@ -37,7 +37,8 @@ KEY = "eval.general.output_dir"
 WRITTEN = ".hone_files"
 LOCK = ".hone_lock"
 ESCAPED = "backslashreplace"
-"""How a lone surrogate, which `json.loads` returns for `\\ud800`, is written: as that escape."""
+"""Error handler that writes a lone surrogate, which `json.loads` returns for `\\ud800`, as an
+escape."""
 FINISHED = "finished.jsonl"
 OUTPUT = "workflow_output.json"
 CONFIGS = ("config_original.yml", "config_effective.yml", "config_metadata.json")
@@ -104,14 +105,14 @@ class OutputDir:
             self._lock.release()
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """Entries with an answer of an earlier evaluation, by id; of two, the later one."""
+        """Entries with an answer from an earlier evaluation, by id; the later of two counts."""
         entries = [*_listed(self.path / OUTPUT), *_lines(self.path / FINISHED)]
         key = self._structure.generated_answer_key
         by_id = {str(entry.get("id")): entry for entry in entries}
         return {id: entry for id, entry in by_id.items() if entry.get(key) is not None}
 
     def filled(self, items: Sequence[EvalInputItem]) -> list[EvalInputItem]:
-        """The items, with the answers of an earlier evaluation to the same id and question."""
+        """The items, with answers of an earlier evaluation for the same id and question."""
         entries, keys = self.finished(), self._structure
         filled = []
         for item in items:
@@ -218,7 +219,7 @@ class OutputDir:
     def write(
         self, results: Sequence[ItemResult], outputs: Iterable[tuple[str, EvalOutput]]
     ) -> tuple[Path, list[Path]]:
-        """Write all results, and remove finished.jsonl, which is not needed any more."""
+        """Write all results, and remove finished.jsonl, which is no longer needed."""
         workflow = self._write(OUTPUT, [self.entry(result) for result in results])
         files = [self._write(_file_name(name), _as_json(output)) for name, output in outputs]
         (self.path / FINISHED).unlink(missing_ok=True)
@@ -240,7 +241,7 @@ class OutputDir:
         return self.write_text(name, dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _note(self, name: str) -> None:
-        """Record that a file is hone's, before it exists."""
+        """Record that a file belongs to hone, before it is created."""
         written = _written(self.path)
         if name not in written:
             with _writing():

@@ -4,8 +4,8 @@ In:   the answered items of one example's rollouts, as they end; an evaluator th
 Out:  a Score for each rollout
 
 A rollout that failed leaves the group, and the others are compared without it. A rollout that joins
-after the group was scored, because it was run again, is compared with the others, whose scores stay
-as they are: they may be on disk already.
+after the group was scored, because it was run again, is compared with the others, whose scores do
+not change: they may already be on disk.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class RolloutGroup:
     def __init__(
         self, members: Iterable[int], ended: Mapping[int, EvalInputItem] | None = None
     ) -> None:
-        """`members`: numbers of the rollouts to wait for; `ended`: items of earlier ones."""
+        """`members`: numbers of the rollouts to wait for; `ended`: items of earlier rollouts."""
         self._items = dict(ended or {})
         self._running = set(members)
         self._complete = asyncio.Event()

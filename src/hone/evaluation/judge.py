@@ -3,9 +3,9 @@
 In:   an item, a rubric, and an entry of `llms` (any OpenAI endpoint)
 Out:  the judge's score, from 0 to 1, and its reasoning
 
-A judge whose answer holds no score within the bounds is asked again, and then has failed; a zero in
-its place would teach the policy to be hard to judge. Verdicts are cached on disk: a training run
-judges equal outputs many times.
+If the judge's answer contains no score within the bounds, the request is repeated, and then counts
+as failed; a zero instead would teach the policy to be hard to judge. Verdicts are cached on disk,
+because a training run judges equal outputs many times.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ class JudgeBaseConfig(EvaluatorBaseConfig):
     llm: LLMRef | None = None
     """The judge: a key of `llms`."""
     llm_name: LLMRef | None = None
-    """The same, as NeMo Agent Toolkit spells it."""
+    """The same, under NeMo Agent Toolkit's name."""
     attempts: int = Field(default=3, ge=1)
     """Number of attempts to get an answer with a score. Failed requests are retried by the client,
-    as often as the `llms` entry says."""
+    according to the `llms` entry."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Timeout for one item, all attempts together."""
     cache: bool = True
-    """Cache verdicts, and do not ask again with an equal prompt."""
+    """Cache verdicts, so that equal prompts are sent once."""
     cache_dir: Path | None = None
     """Directory of the cache; `judge_cache` in the evaluation's output directory if not set."""
     max_concurrency: int | None = Field(default=None, ge=1)
@@ -70,14 +70,14 @@ class JudgeBaseConfig(EvaluatorBaseConfig):
         return await builder.get_llm(name)
 
     def verdicts(self, builder: Builder) -> "VerdictCache | None":
-        """The cache on disk; None if it is switched off."""
+        """The cache on disk; None if it is disabled."""
         where = self.cache_dir or builder.get_output_dir().absolute() / "judge_cache"
         return VerdictCache(where) if self.cache else None
 
 
 class _JudgeConfig(JudgeBaseConfig):
     rubric: str = "A good output answers the question correctly and completely."
-    """What makes a high score and what a low one."""
+    """What makes a score high or low."""
     min_score: float = 0.0
     """The lowest score the judge may give; it counts as 0."""
     max_score: float = 10.0
@@ -196,7 +196,7 @@ class Judge(BaseEvaluator):
             "high": f"{config.max_score:g}",
         }
         if config.prompt is not None:
-            # One pass, so that a {rubric} in the model's output is not filled in.
+            # In one pass, so that a {rubric} in the model's output is not replaced.
             prompt = re.sub(
                 rf"\{{({'|'.join(_PLACES)})\}}", lambda m: filled[m.group(1)], config.prompt
             )
@@ -293,7 +293,7 @@ def _line(message: Mapping[str, Any]) -> str:
 
 
 class VerdictCache:
-    """Verdicts on disk, one file each, named by a hash of what the judge was asked."""
+    """Verdicts on disk, one file each, named by a hash of the judge's request."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -305,7 +305,7 @@ class VerdictCache:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, key: str, read: Callable[[Any], T]) -> T | None:
-        """The verdict that `read` makes of the entry; None if there is none."""
+        """The cached entry, converted by `read`; None if there is none."""
         try:
             return read(json.loads((self._directory / f"{key}.json").read_text("utf-8")))
         except FileNotFoundError:

@@ -47,7 +47,7 @@ class PythonEvaluatorConfig(EvaluatorBaseConfig, name="python"):
     llm: LLMRef | None = None
     """A key of `llms`; the function gets that model as its parameter `llm`."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Other arguments, by name."""
+    """Further arguments of the function, by name."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Number of items scored at a time; as many as rollouts if not set."""
 
@@ -81,7 +81,7 @@ class PythonEvaluator(BaseEvaluator):
 async def python_evaluator(
     config: PythonEvaluatorConfig, builder: Builder
 ) -> AsyncIterator[PythonEvaluator]:
-    """A Python function of your own."""
+    """Your own Python function."""
     arguments: dict[str, Any] = dict(config.args)
     if config.llm is not None:
         arguments["llm"] = await builder.get_llm(config.llm)
@@ -95,7 +95,7 @@ async def python_evaluator(
 def _parts(
     target: str, fn: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> tuple[list[str], bool]:
-    """The parts it takes by name, and whether it takes the item as its only argument instead."""
+    """The parts that it takes by name, or whether it takes the item as its only argument."""
     parameters = inspect.signature(fn).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

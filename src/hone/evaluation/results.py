@@ -27,11 +27,11 @@ class ItemResult:
     """One item, run and scored."""
 
     item: EvalInputItem
-    """With output_obj, trajectory, steps and seconds filled in."""
+    """The item, with output_obj, trajectory, steps and seconds filled in."""
     rollout: RolloutResult | None
     """None if an existing answer was scored."""
     scores: dict[str, Score]
-    """By evaluator; empty if the rollout failed."""
+    """Scores by evaluator; empty if the rollout failed."""
 
     @property
     def failure(self) -> Failure | None:
@@ -80,7 +80,7 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
         if problem is not None:
             message = f"result_json_path {path}: {problem}: {as_text(output)[:200]!r}"
             failure = RolloutFailure(
-                # If a model was called, the text is the model's.
+                # If a model was called, the text is assumed to be the model's.
                 "policy" if result.calls else "infrastructure",
                 "unparseable",
                 Failure(type="NoOutput", message=message),
@@ -91,9 +91,9 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
 
 
 def with_remote_steps(result: RolloutResult) -> RolloutResult:
-    """The result with the calls and steps that were noted elsewhere and sent as events.
+    """The result with the calls and steps that a remote service recorded and sent as events.
 
-    hone's own notes come first; a service of the toolkit alone sends none.
+    hone's own records take precedence; a service of the toolkit sends none.
     """
     if not result.events:
         return result
@@ -115,7 +115,7 @@ def _renumbered(
 ) -> Iterator[Step]:
     """Steps with the indices of the recorded calls.
 
-    Elsewhere calls were counted as they were sent, also those to other servers, and failed ones.
+    The service counted all calls that it sent, including failed ones and those to other servers.
     """
     places = {call.id: call.index for call in recorded}
     known = {call.index: places[call.id] for call in sent if call.id in places}
@@ -197,7 +197,7 @@ class EvalSummary:
     evaluators: list[EvaluatorSummary]
     workflow_output_file: Path
     message: str
-    """What failed and how often; empty if nothing failed."""
+    """What failed, and how often; empty if nothing failed."""
 
     @property
     def failed(self) -> bool:

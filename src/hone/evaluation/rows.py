@@ -1,10 +1,10 @@
-"""A file of rows -> one dict per row: json, jsonl, csv, parquet, xlsx, xls.
+"""Read a file of rows as one dict per row: json, jsonl, csv, parquet, xlsx, xls.
 
 In:   a path
 Out:  its rows in order, columns by name, values that JSON can hold; an empty cell is None
 
-A row that cannot be read is an error with file and line, and is never skipped: a run must not train
-on another dataset than the one its author looked at. pyarrow, openpyxl and xlrd are imported only
+A row that cannot be read is an error with file and line, and is never skipped: a run must train on
+exactly the dataset that its author sees. pyarrow, openpyxl and xlrd are imported only
 for the formats that need them.
 """
 
