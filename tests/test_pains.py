@@ -125,9 +125,9 @@ MAY_SLEEP = {
     "inference/embedded.py": 1,  # a publish steps aside for running samples; it waits for nothing
     "inference/vllm.py": 1,  # vLLM's workers tell nothing by themselves: asked up to a deadline
     "retries.py": 2,  # hone.retry: between two attempts of the user's own function
-    # Between two attempts to reach a logger's service, up to its timeout; and between two looks at
-    # what another process of the same logger has sent, until its program ends it.
-    "sinks/worker.py": 2,
+    # After the end of the session: between two attempts to reach a logger's service, up to its
+    # timeout, and between two looks at what another process of the same logger has sent.
+    "sinks/worker.py": 1,
     "server/supervision.py": 1,  # the hour of the next pruning, later after failures
 }
 
