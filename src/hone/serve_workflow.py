@@ -71,7 +71,7 @@ def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -
             bound.bind((options.host, options.port))
         except OSError as error:
             raise ConfigError(
-                f"--host {options.host} --port {options.port}: {error.strerror}; use another port"
+                f"--host {options.host} --port {options.port}: {error.strerror}; use another address or port"
             ) from None
         run_loop(_serve(options, bound, echo))
 

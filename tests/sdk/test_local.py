@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,27 @@ def test_a_root_in_use_is_refused_in_the_server_s_words(tmp_path: Path):
         assert f"`ip: 127.0.0.1` and `port: {port}` under `backend`" in str(caught.value)
         assert first.lost() is None
         assert "training API" in first.output.read_text(), "what the first one said is still there"
+
+
+def test_a_root_that_cannot_be_written_to_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "logs").touch()
+    for root in (tmp_path / "file", tmp_path / "root"):
+        with LocalBackend(root) as backend, pytest.raises(ServerError) as refused:
+            backend.start()
+        assert str(refused.value).startswith(f"{root}: cannot be written to (File exists). ")
+        assert "`root` under `backend`" in str(refused.value)
+
+
+def test_a_server_that_printed_nothing_may_have_had_no_space_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with LocalBackend(tmp_path) as backend, pytest.raises(ServerError) as refused:
+        backend.start()
+    said = r"ended \(1\)\. It printed nothing to .*/server\.out; [0-9.]+ MiB are free there\."
+    assert re.search(said, str(refused.value))
 
 
 def test_a_server_on_the_same_root_is_shared_where_that_is_asked_for(tmp_path: Path):

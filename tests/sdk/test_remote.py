@@ -1,6 +1,7 @@
 """RemoteBackend when things go wrong: lost answers, broken streams, refusals, cancellation."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -394,6 +395,24 @@ async def test_a_job_is_submitted_waited_for_and_asked_about(
     assert await backend.job(job.id) == done
     polled = [path for method, path, _ in standin.requests if method == "GET"]
     assert polled.count(f"/v1/training/jobs/{job.id}") == 2, "once after the last event, once here"
+
+
+async def test_why_a_job_waits_is_logged_each_reason_once(
+    backend: RemoteBackend, standin: StandIn, caplog: pytest.LogCaptureFixture
+):
+    job = await backend.submit(JobRequest(model="p/agent", groups=groups(), idempotency_key="k"))
+    standin.emit("queued")
+    for why in ("/root: the disk is full. Free some space.", "the learner was killed"):
+        for _ in range(3):  # as often as the server tries
+            standin.emit("started")
+            standin.emit("queued", waiting_for=why)
+    standin.emit("done", step=3)
+    with caplog.at_level(logging.WARNING, logger="hone"):
+        await backend.wait(job.id)
+    assert caplog.messages == [
+        f"Job {job.id} is in the queue again: /root: the disk is full. Free some space.",
+        f"Job {job.id} is in the queue again: the learner was killed",
+    ]
 
 
 async def test_whoever_stops_waiting_leaves_the_job_alone(backend: RemoteBackend, standin: StandIn):

@@ -127,6 +127,25 @@ def test_an_engine_that_is_not_there_is_refused_before_it_listens(tmp_path: Path
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        # An address for documentation, which no machine has, and a name that never resolves.
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: this machine cannot listen there ("),
+        (["--host", "no.invalid"], "--host no.invalid: this machine cannot listen there ("),
+        (
+            ["--root", f"{__file__}/x"],
+            f"--root {__file__}/x: cannot be created (Not a directory). ",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(tmp_path: Path, options: list[str], says: str):
+    command = [*SERVE, "--root", str(tmp_path), "--port", "0", "--api-key", "k", *options]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and refused.stderr.startswith(f"hone: {says}")
+    assert "Traceback" not in refused.stderr
+
+
 def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
     with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, output):
         url = f"http://127.0.0.1:{output['inference_port']}/v1/models"

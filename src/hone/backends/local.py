@@ -14,6 +14,7 @@ import atexit
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -191,8 +192,15 @@ class LocalBackend(RemoteBackend):
 
     def _launch(self) -> int:
         """Start the process; returns the pipe on which it reports that it is ready."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.output.parent.mkdir(exist_ok=True)
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.output.parent.mkdir(exist_ok=True)
+            out = self.output.open("ab")
+        except OSError as error:
+            raise ServerError(
+                f"{self.root}: cannot be written to ({error.strerror}). Name another directory for "
+                "the server's state: `root` under `backend` in a YAML, or LocalBackend(path)."
+            ) from error
         ready, tell = os.pipe()
         command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(self.root)]
         command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]
@@ -202,7 +210,7 @@ class LocalBackend(RemoteBackend):
         key = {"HONE_API_KEY": self.api_key} if self.api_key else {}
         self._owner = os.getpid()
         try:
-            with self.output.open("ab") as out:
+            with out:
                 self._output_start = out.tell()
                 self._server = subprocess.Popen(
                     command,
@@ -234,10 +242,13 @@ class LocalBackend(RemoteBackend):
         assert server is not None
         status = _end(server, 5.0 if ended else 0.0)
         what = f"ended ({status})" if ended else f"did not answer within {START_S:g} s"
-        return ServerError(
-            f"the server of LocalBackend({str(self.root)!r}) {what}. Its output, in {self.output}:\n"
-            f"{self._last_output()}"
-        )
+        output = self._last_output()
+        if not output:
+            free = shutil.disk_usage(self.root).free / 2**20
+            output = f"It printed nothing to {self.output}; {free:.1f} MiB are free there."
+        else:
+            output = f"Its output, in {self.output}:\n{output}"
+        return ServerError(f"the server of LocalBackend({str(self.root)!r}) {what}. {output}")
 
     def _last_output(self) -> str:
         """The last lines that the server printed."""

@@ -11,6 +11,7 @@ code has the id.
 import asyncio
 import dataclasses
 import json
+import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
@@ -40,6 +41,7 @@ from hone.types import (
 )
 
 T = TypeVar("T", bound=BaseModel)
+log = logging.getLogger("hone")
 
 PREPARE_S = 1800.0
 """Timeout for downloading and loading a base model."""
@@ -271,9 +273,17 @@ class RemoteBackend(Server):
         on_event: Callable[[JobEvent], None] | None = None,
         timeout_s: float = DAYS_S,
     ) -> JobInfo:
-        """Follow the job's events to its end. TimeoutError after `timeout_s`; the job goes on."""
+        """Follow the job's events to its end. TimeoutError after `timeout_s`; the job goes on.
+
+        Why the server queues it again is logged: on a full disk, it looks like a hang otherwise.
+        """
+        logged = None
         async with asyncio.timeout(timeout_s), aclosing(self.job_events(job_id)) as events:
             async for event in events:
+                why = event.data.get("waiting_for") if event.type == "queued" else None
+                if why is not None and why != logged:
+                    log.warning("Job %s is in the queue again: %s", job_id, why)
+                    logged = why
                 if on_event is not None:
                     on_event(event)
                 if event.type in FINAL:

@@ -9,6 +9,7 @@ accepted, and a connection whose request does not arrive completely is closed af
 """
 
 import asyncio
+import errno
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -66,6 +67,11 @@ def bind(host: str = "127.0.0.1", port: int = 0, *, option: str = "--port") -> s
         bound.bind((host, port))
     except OSError as error:
         bound.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ServerError(
+                f"--host {host}: this machine cannot listen there ({error.strerror}). Name one of its "
+                "own addresses: 127.0.0.1 for this machine alone, 0.0.0.0 for all networks."
+            ) from None
         raise ServerError(
             f"{option} {port}: cannot listen on {host}:{port} ({error.strerror}). "
             "Stop what uses it, or choose another port."

@@ -12,6 +12,7 @@ The root contains the server's key and every recorded conversation. The mode of 
 contains other files is never changed: with `--root /tmp`, that would lock out every other user.
 """
 
+import errno
 import os
 import sqlite3
 import stat
@@ -43,6 +44,12 @@ def make_root(root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except FileExistsError:
         raise ServerError(f"--root {root}: is a file; name a directory") from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise ServerError(
+            f"--root {root}: cannot be created ({error.strerror}). Name another directory."
+        ) from None
     if not stat.S_IMODE(root.stat().st_mode) & 0o077:
         return
     entries = os.listdir(root)
