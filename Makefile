@@ -94,7 +94,7 @@ test-sinks: $(INSTALLED)
 
 test-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	HONE_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm \
-	  tests/inference/test_vllm.py tests/e2e/test_vllm.py $(ARGS)
+	  tests/inference/test_vllm.py tests/inference/test_vllm_families.py tests/e2e/test_vllm.py $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/build.py

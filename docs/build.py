@@ -92,9 +92,11 @@ FAMILIES_INTRO = (
     "configuration class. Learner: log-probabilities and the adapter's gradient equal those of unshared "
     "passes through transformers (`tests/learner/test_families.py`). Embedded: hone's own decoder, which "
     "the embedded engine and the learner on a CPU use, runs the configuration; it refuses the others. "
-    "vLLM: the architecture is served in `make test-vllm`, adapters proved. Template, bridging: prompts "
-    "equal the model's own template, and turns are continued with their sampled ids (`tests/chat`). A dash "
-    "means that no test covers it, not that it fails."
+    "vLLM: `make test-vllm` serves it with adapters on all linear layers that the learner trains: published "
+    "with proof, and log-probabilities equal those of transformers with PEFT "
+    "(`tests/inference/test_vllm_families.py`; vLLM on a CPU computes no experts with LoRA). Template, "
+    "bridging: prompts equal the model's own template, and turns are continued with their sampled ids "
+    "(`tests/chat`). A dash means that no test covers it, not that it fails."
 )
 METRICS_INTRO = (
     "This page lists the metrics of training jobs and of the server. Those of a job are in the job's "

@@ -37,6 +37,7 @@ from hone.inference.vllm import VllmEngine
 from hone.inference.vllm_adapter import StagedAdapter
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.models.decoder import Decoder
+from hone.models.lora import tensors_sha256
 from hone.server.settings import Settings
 from hone.server.telemetry import start_logging, stop_logging
 
@@ -290,6 +291,23 @@ async def test_a_probe_shows_weights_that_changed_after_the_publish(
     await engine._client.post("/v1/load_lora_adapter", body)
     probe = await engine.probe([PROMPT], second)
     assert probe.sha256 != second.sha256 and (probe.sha256 or "").startswith("vllm-")
+
+
+async def test_an_adapter_with_a_layer_that_vllm_ignores_is_refused(
+    served: Served, tmp_path: Path
+) -> None:
+    """vLLM only warns, or not even that, and computes without it."""
+    shutil.copytree(served.adapters[served.first], tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    seventh = {n.replace("layers.1.", "layers.7."): t.clone() for n, t in tensors.items()}
+    tensors = {**seventh, **tensors}
+    save_file(tensors, file)
+    ref = AdapterRef("m", 3, tensors_sha256(tensors))
+    with pytest.raises(EngineError, match=r"step 3 of 'm': vLLM ignores \S*layers\.7\."):
+        await served.engine.publish(ref, tmp_path / "a")
+    with pytest.raises(EngineError, match="is not served"):
+        await complete(served.engine, PROMPT, Sampling(max_tokens=1), ref)
 
 
 async def test_a_publish_and_its_proof_stop_vllm_for_a_few_short_calls_only(

@@ -203,7 +203,7 @@ from pathlib import Path
 from hone.inference.vllm_process import VllmProcess, require_vllm
 process = VllmProcess(Path(sys.argv[2]))
 process.start(require_vllm(sys.argv[1]), ["model"])
-print(process.pid, flush=True)
+print(process.pid, process.socket.parent, flush=True)
 time.sleep(600)
 """
 
@@ -212,7 +212,9 @@ def test_vllm_dies_with_hone_however_that_ends(python: str, tmp_path: Path) -> N
     command = [sys.executable, "-c", OWNER, python, str(tmp_path / "engine")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        group = members(int(owner.stdout.readline()))
-        assert len(group) == 2
+        pid, private = owner.stdout.readline().split()
+        group = members(int(pid))
+        assert len(group) == 2 and Path(private).is_dir()
         owner.kill()
         assert all_end(group)
+    assert not Path(private).exists()

@@ -32,7 +32,8 @@ class Family:
     """One family."""
 
     name: str
-    config: Callable[[], Any]
+    config: Callable[..., Any]
+    """Makes its configuration; keywords replace its sizes."""
     peculiar: str
     """What about it could go wrong."""
     shared: bool = True
@@ -41,17 +42,17 @@ class Family:
     embedded: bool = False
     """Whether hone's own decoder, and with it the embedded engine, runs this configuration."""
     vllm: bool = False
-    """Whether the tests of the vLLM engine serve its architecture."""
+    """Whether tests/inference/test_vllm_families.py serves it with vLLM."""
     chat: str = ""
     """Its chat template in tests/chat, if rendering and bridging are tested with it."""
 
-    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+    def model(self, dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
         """The model, in which every parameter is random: norms, sinks and biases too."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            self.config(), attn_implementation="eager", experts_implementation="eager"
+            self.config(**sizes), attn_implementation="eager", experts_implementation="eager"
         )
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -65,10 +66,10 @@ class Family:
 
 
 def _config(name: str, **more: Any) -> Callable[[], Any]:
-    def make() -> Any:
+    def make(**sizes: Any) -> Any:
         import transformers
 
-        return getattr(transformers, name)(**(SIZES | more))
+        return getattr(transformers, name)(**(SIZES | more | sizes))
 
     return make
 
@@ -111,6 +112,7 @@ FAMILIES = (
         _config("Qwen2Config"),
         "biases of q, k and v",
         embedded=True,
+        vllm=True,
         chat="qwen2.5-instruct",
     ),
     Family(
@@ -118,6 +120,7 @@ FAMILIES = (
         _config("Qwen3Config", head_dim=16),
         "norms of q and k; heads wider than hidden",
         embedded=True,
+        vllm=True,
         chat="qwen3",
     ),
     Family(
@@ -131,6 +134,7 @@ FAMILIES = (
             final_logit_softcapping=3.0,
         ),
         "window 7 on every other layer, two ropes, four norms, scaled embedding, capped logits",
+        vllm=True,
     ),
     Family(
         "Gemma 2",
@@ -144,23 +148,27 @@ FAMILIES = (
             final_logit_softcapping=3.0,
         ),
         "window 5 on every other layer, capped scores, capped logits",
+        vllm=True,
     ),
     Family(
         "Mistral",
         _config("MistralConfig", sliding_window=6),
         "window 6 on every layer",
         embedded=True,
+        vllm=True,
     ),
     Family(
         "Phi-4",
         _config("Phi3Config", sliding_window=9, partial_rotary_factor=0.5),
         "one matrix for q, k and v, one for gate and up; half of each head rotated; window 9",
+        vllm=True,
     ),
     Family(
         "SmolLM3",
         _config("SmolLM3Config", no_rope_layers=[1, 0]),
         "a layer without positions",
         embedded=True,
+        vllm=True,
     ),
     Family(
         "Granite",
@@ -172,9 +180,20 @@ FAMILIES = (
             logits_scaling=1.7,
         ),
         "four multipliers",
+        vllm=True,
     ),
-    Family("OLMo 2", _config("Olmo2Config"), "norms after the layers and over whole q and k"),
-    Family("Cohere", _config("CohereConfig", logit_scale=0.3), "scaled logits, parallel layers"),
+    Family(
+        "OLMo 2",
+        _config("Olmo2Config"),
+        "norms after the layers and over whole q and k",
+        vllm=True,
+    ),
+    Family(
+        "Cohere",
+        _config("CohereConfig", logit_scale=0.3),
+        "scaled logits, parallel layers",
+        vllm=True,
+    ),
     Family(
         "Qwen3-MoE",
         _config("Qwen3MoeConfig", head_dim=16, decoder_sparse_step=1, mlp_only_layers=[0], **MOE),

@@ -142,3 +142,22 @@ def test_the_blocks_are_those_that_torch_makes_of_every_pair(seed):
     for name in ("q_num_blocks", "full_q_num_blocks"):
         blocks, expected = getattr(actual, name), getattr(wanted, name)
         assert torch.equal(blocks, expected), name
+
+
+def test_reaching_the_limit_of_recompilations_is_an_error(monkeypatch):
+    """torch would go on without a compiler, and FlexAttention then holds every pair of a row."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    monkeypatch.setattr(flex, "RECOMPILES", 6)
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=False):
+        flex.allow_recompiles()
+        for length in range(1, flex.RECOMPILES + 1):
+            compiled(torch.ones(length))
+        with pytest.raises(FailOnRecompileLimitHit):
+            compiled(torch.ones(flex.RECOMPILES + 1))
+    torch._dynamo.reset()

@@ -134,3 +134,6 @@ def test_the_advice_has_values_that_fit():
         plan_card(total * GB, needs(size, int(length[1])), utilization=float(share[1]))
         assert "reduce num_generations to 4;" in text
         assert "increase tensor_parallel_size to 4," in text
+    # Sequences that are short already can still be halved.
+    text = memory_advice(24 * GB, needs("3B", 300), utilization=0.95)
+    assert "reduce max_seq_length to 150;" in text and "gpu_memory_utilization to 0." in text

@@ -17,6 +17,7 @@ from hone.errors import ConfigError, EngineError, ModelTooLarge
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models import fit, machine
+from hone.models.cache import cache_home
 from hone.models.card import CONTEXT
 from hone.models.decoder import Decoder
 from hone.server import engine_choice
@@ -164,6 +165,7 @@ async def test_gpu_ids_reach_the_learner(
     gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     launched: list[tuple[LearnerSpec, dict[str, str]]] = []
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it once it compiles
 
     def launch(spec: LearnerSpec, **more: Any) -> LearnerProcess:
         learner = LearnerProcess.launch(spec.model_copy(update={"device": "cpu"}), **more)
@@ -185,6 +187,8 @@ async def test_gpu_ids_reach_the_learner(
     assert card is not None and 10 * GB < card.learner < 24 * GB
     (alone, env), (shares, _) = launched
     assert env["CUDA_VISIBLE_DEVICES"] == "1" and env["GOMP_SPINCOUNT"] == "0"
+    # Compiled layers outlive the process.
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(cache_home() / "inductor")
     assert (alone.device, alone.dtype, alone.memory) == ("cuda", "bfloat16", None)
     assert shares.memory == card.learner - CONTEXT
     server.store.close()

@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -42,11 +43,15 @@ def die_with_parent() -> None:
 
 
 def watch(pipe: int) -> None:
-    """Kill this process group as soon as the other end of the pipe closes."""
+    """Kill this process group as soon as the other end of the pipe closes.
+
+    The directory of this copy and of the socket goes with it: hone may not be there to remove it.
+    """
 
     def wait() -> None:
         while os.read(pipe, 1):
             pass
+        shutil.rmtree(os.path.dirname(os.path.abspath(__file__)), ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="hone-watch", daemon=True).start()

@@ -34,7 +34,7 @@ MOST_SEQUENCES = 256
 SPLIT_SEQUENCES = 32
 """Sequences of full length that the KV cache of a fixed split must hold."""
 SHORTEST = 256
-"""Shortest max_seq_length that a message proposes; longer ones are multiples of it."""
+"""Unit of the max_seq_length that a message proposes; shorter sequences are halved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +199,8 @@ def memory_advice(
 
 def _shorter(length: int) -> Iterator[int]:
     """Half of a length, a quarter, ..."""
+    if length < 2 * SHORTEST:
+        yield length // 2
     while (length := length // 2) >= SHORTEST:
         yield length // SHORTEST * SHORTEST
 
