@@ -1,1 +1,1 @@
-"""The HTTP dialects as types, without torch or fastapi; capture and server share them."""
+"""Types of the API dialects, without torch or fastapi; shared by capture and server."""

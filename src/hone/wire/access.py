@@ -1,10 +1,10 @@
-"""Checks of a request that need nothing but its headers: key, host name, origin, proxies.
+"""Checks of a request's headers: key, host name, origin, proxies.
 
-In:   the headers of a request; what the server is called and whom it answers
+In:   the headers of a request; the names and clients that the server accepts
 Out:  nothing, or an Unauthorized that says what to do
 
-A web page can make a browser call this machine under a name that was made to point here (DNS
-rebinding); so Host and Origin are checked, with and without a key.
+A web page can make a browser call this machine under a host name that was changed to point here
+(DNS rebinding). So Host and Origin are checked, with and without a key.
 """
 
 import base64
@@ -20,7 +20,7 @@ from hone.errors import Unauthorized
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
 INFERENCE = "hone-inference-"
-"""How an inference key begins."""
+"""Prefix of an inference key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,19 @@ class Names:
     """The address it listens on."""
     has_key: bool
     allowed: Collection[str] = ()
-    """Further names; `.example.com` stands for all names below it, `*` for every name."""
+    """Further names; `.example.com` matches all names with that suffix, `*` every name."""
 
     def __contains__(self, host: str) -> bool:
         if host in LOCAL or host == self.host.lower():
             return True
-        # Only a name can be made to point here; an address is what it is. Without a key the server
-        # listens on a loopback address, and no other one leads to it but through somebody's proxy.
+        # Only a name can be rebound, an IP address cannot. Without a key the server listens on a
+        # loopback address, and another address reaches it only through a proxy.
         if self.has_key and (ip(host) is not None or host in _own_names()):
             return True
         return self.allows(host)
 
     def allows(self, host: str) -> bool:
-        """Whether the host is one of the further names."""
+        """Whether the host is one of the additional names."""
         return any(
             allowed == "*"
             or host == allowed.lower()
@@ -53,7 +53,7 @@ class Names:
 
 
 def check_host(names: Names, headers: Mapping[str, str], otherwise: str) -> None:
-    """Refuse a name that is not the server's; `otherwise` says how it can be allowed."""
+    """Refuse a host name that is not the server's; `otherwise` says how to allow it."""
     host = hostname(headers.get("host", ""))
     if host not in names:
         raise Unauthorized(
@@ -63,12 +63,12 @@ def check_host(names: Names, headers: Mapping[str, str], otherwise: str) -> None
 
 
 def check_origin(headers: Mapping[str, str], allowed: Collection[str], otherwise: str = "") -> None:
-    """Refuse a page of another site; `otherwise` says how it can be allowed."""
+    """Refuse a web page of another site; `otherwise` says how to allow it."""
     origin = headers.get("origin")
     if origin is None or not {origin, "*"}.isdisjoint(allowed):
         return
-    # A page of this very server, or of the user's own machine; a host that is allowed as a name of
-    # this server, or an address, may be anybody's site.
+    # A page of this server or of the user's own machine. A host that is only allowed as a name of
+    # this server, or by its address, may be any site.
     page = hostname(origin.partition("://")[2])
     if page not in LOCAL and page != hostname(headers.get("host", "")):
         raise Unauthorized(
@@ -77,7 +77,7 @@ def check_origin(headers: Mapping[str, str], allowed: Collection[str], otherwise
 
 
 def check_not_forwarded(headers: Mapping[str, str], key_option: str) -> None:
-    """Refuse a request of a proxy: for a server without a key, which trusts its own machine."""
+    """Refuse a forwarded request; for a server without a key, which trusts its own machine."""
     if name := forwarded(headers):
         raise Unauthorized(
             f"the request was forwarded by a proxy (header {name!r}), and a server without a "
@@ -92,7 +92,7 @@ def forwarded(headers: Mapping[str, str]) -> str | None:
 
 
 def has_key(key: str | None, headers: Mapping[str, str]) -> bool:
-    """Whether `Authorization: Bearer` or `x-api-key` of Anthropic's clients holds the key."""
+    """Whether `Authorization: Bearer`, or the `x-api-key` of Anthropic's clients, has the key."""
     if not key:
         return False
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -101,7 +101,7 @@ def has_key(key: str | None, headers: Mapping[str, str]) -> bool:
 
 
 def derive_inference_key(api_key: str) -> str:
-    """The key that opens the inference APIs alone; it does not reveal the API key."""
+    """The key that is valid for the inference APIs only; it does not reveal the API key."""
     digest = hmac.digest(api_key.encode(), b"hone: OpenAI API only", "sha256")
     return INFERENCE + base64.urlsafe_b64encode(digest[:24]).decode()
 
@@ -114,7 +114,7 @@ def hostname(host: str) -> str:
 
 
 def ip(text: str) -> IPv4Address | IPv6Address | None:
-    """The IP address that a text is; None if it is none."""
+    """The text as an IP address; None if it is not one."""
     try:
         return ip_address(text)
     except ValueError:

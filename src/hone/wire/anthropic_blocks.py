@@ -3,10 +3,10 @@
 In:   the system prompt and messages of a request; an assistant message, whole or in deltas
 Out:  messages of a chat request; content blocks, or the events of a stream that carry them
 
-Blocks that are sent back as they were received become the message that was recorded, so that the
-next prompt continues it: texts are joined, `tool_use` becomes a tool call with its id, and each
-`tool_result` a message of its own. Arguments that are no JSON are kept as the text under
-INVALID_JSON, as Anthropic's documentation advises: a client could not read them otherwise.
+Blocks that are sent back as they were received become the recorded message, so that the next prompt
+continues it: texts are joined, `tool_use` becomes a tool call with its id, and each `tool_result` a
+separate message. Arguments that are not JSON are stored as text under INVALID_JSON, as Anthropic's
+documentation recommends; otherwise clients could not parse them.
 """
 
 import json
@@ -25,20 +25,20 @@ from hone.wire.json import MAX_DEPTH, object_or_none
 from hone.wire.openai_chat import assistant_message, tool_call
 
 INVALID_JSON = "INVALID_JSON"
-"""Key of an `input` under which arguments that are no JSON object are kept as text."""
+"""Key of an `input` under which arguments that are not a JSON object are stored as text."""
 _INPUT_DEPTH = MAX_DEPTH - 5
 """Levels of nesting of an `input`, which is inside `messages[].content[].input` of the next request."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a block that says this and differs in every request. It
-is no instruction, and with it no request would continue the one before."""
+"""Start of the first block of Claude Code's system prompt, which differs in every request. It is not
+an instruction, and with it no request would continue the previous one."""
 
 _KINDS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""Blocks that messages of each role may hold."""
+"""Block types that messages of each role may contain."""
 
 # ---- blocks to messages ------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
     """A message of the assistant, or of the system among the others."""
     if role == "system":
         return {"role": role, "content": _text(blocks)}
-    # Between two texts of one answer there was a tool call and nothing else.
+    # Between two texts of one answer there was only a tool call.
     text = "".join(_string(block, where, "text") for where, block in _of_type(blocks, "text"))
     thoughts = [_string(b, where, "thinking") for where, b in _of_type(blocks, "thinking")]
     calls = [_tool_call(block, where) for where, block in _of_type(blocks, "tool_use")]
@@ -91,7 +91,7 @@ def _turn(role: str, blocks: list[_Block]) -> dict[str, Any]:
 
 
 def _user_turn(blocks: list[_Block]) -> list[dict[str, Any]]:
-    """The results of tools, then what the user says."""
+    """The tool results, then the user's text."""
     results = [
         {
             "role": "tool",
@@ -123,7 +123,7 @@ def arguments_text(arguments: dict[str, Any]) -> str:
 def _tool_result(block: dict[str, Any], where: str) -> str:
     content = block.get("content")
     text = "" if content is None else _text(_blocks(content, "system", f"{where}.content"))
-    # Chat templates have no place for is_error, so the text says it.
+    # Chat templates have no field for is_error, so the text begins with it.
     if block.get("is_error") is True and not text.lower().startswith("error"):
         text = f"Error: {text}" if text else "Error"
     return text
@@ -253,10 +253,10 @@ class BlockWriter:
 
 
 class _Arguments:
-    """The JSON of one tool call, sent as it grows, and completed if it turns out to be none.
+    """The JSON of one tool call, sent as it grows, and completed if it turns out to be invalid.
 
-    Clients parse what has come so far and raise over what cannot become JSON. So nothing is sent
-    after the first character that does not fit, and the last brace only when all of it was read.
+    Clients parse the part received so far, and raise if it cannot become JSON. So nothing is sent
+    after the first invalid character, and the last brace only when everything was read.
     """
 
     def __init__(self) -> None:
@@ -270,10 +270,10 @@ class _Arguments:
         self._in_string = False
 
     def add(self, text: str) -> str:
-        """What can be sent now.
+        """The part that can be sent now.
 
-        Whatever is outside a string is checked together with all that was sent. So it waits until
-        there is enough of it for the checks of a long call to take linear time.
+        Text outside strings is checked together with everything sent so far. It is held back until
+        there is enough of it, so that the checks of a long call take linear time.
         """
         self._text += text
         start = self._sent
@@ -286,7 +286,7 @@ class _Arguments:
         return self._text[start : self._sent]
 
     def end(self) -> str:
-        """The rest, after which everything sent is a JSON object."""
+        """The rest, which completes everything sent to a JSON object."""
         if not self._text or object_or_none(self._text, _INPUT_DEPTH) is not None:
             return self._text[self._sent :]
         if not self._sent:
@@ -304,7 +304,7 @@ class _Arguments:
 
 
 def _read_partial(text: str) -> tuple[str, tuple[str, str]]:
-    """As much of an object as can be sent, and the quote and the inner brackets that close it."""
+    """The part of an object that can be sent, and the quote and inner brackets that close it."""
     brackets = ""
     for token in _TOKEN.finditer(text):
         if token[1] == "":
@@ -322,7 +322,7 @@ def _read_partial(text: str) -> tuple[str, tuple[str, str]]:
 
 
 def _closing(sent: str, opened: tuple[str, str], invalid: str) -> str | None:
-    """Completes what was sent, with this JSON under INVALID_JSON; None if nothing can."""
+    """Text that completes what was sent, with this JSON under INVALID_JSON; None if impossible."""
     quote, brackets = opened
     for rest, comma in product(_RESTS, (", ", "")):
         closing = f'{quote}{rest}{brackets}{comma}"{INVALID_JSON}": {invalid}}}'

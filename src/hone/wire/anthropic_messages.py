@@ -36,7 +36,7 @@ IGNORED = {
     "workspace_id": "there are no accounts here",
     "betas": "the header anthropic-beta; betas change nothing here",
 }
-"""Keys that clients send, accepted with any value, and why they change nothing.
+"""Keys that clients send, accepted with any value, and why they have no effect.
 
 The same holds for `effort` in `output_config`, `budget_tokens` in `thinking`, and every key of a
 block or a tool that is not read, such as `citations` or `eager_input_streaming`.
@@ -52,7 +52,7 @@ _REFUSED: Refused = {
 }
 
 CHAT_NAMES = {"response_format.json_schema.schema": "output_config.format.schema"}
-"""Keys of the chat completion, as clients of this API know them."""
+"""Keys of a chat completion, and their names in this API."""
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
@@ -72,7 +72,7 @@ class Tool(_Part):
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """The arguments must match the schema."""
+    """Whether the arguments must match the schema."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,14 +91,14 @@ class ToolChoice(_Part):
     name: str | None = None
     """With type tool: the tool that must be called."""
     disable_parallel_tool_use: bool | None = None
-    """True: the answer ends after its first call."""
+    """If true, the answer ends after its first call."""
 
 
 class Thinking(_Part):
     type: Literal["enabled", "disabled", "adaptive"]
-    """The template's enable_thinking, where it has one."""
+    """Sets the template's enable_thinking, if it has one."""
     display: Literal["summarized", "omitted"] | None = None
-    """omitted: thinking blocks are empty; the recorded ids still hold the reasoning."""
+    """omitted: thinking blocks are empty; the recorded ids still contain the reasoning."""
 
 
 class OutputFormat(_Part):
@@ -141,7 +141,7 @@ class CountRequest(GenerationBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The older place of output_config.format."""
+    """The older form of output_config.format."""
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
@@ -192,7 +192,8 @@ def read_request(
 ) -> tuple[list[dict[str, Any]] | None, list[Any] | None]:
     """Messages and tools of a request to any server, as those of a chat.
 
-    What only Anthropic's own models read, such as images, leaves them as they were sent.
+    If they contain what only Anthropic's own models accept, such as images, they are left
+    unchanged.
     """
     messages, tools = body.get("messages"), body.get("tools")
     if isinstance(messages, list):

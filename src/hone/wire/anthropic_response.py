@@ -1,10 +1,10 @@
 """Messages of the Anthropic Messages API: whole, as the events of a stream, and read back.
 
 In:   a MessagesRequest, and its answer; the body of any server's response
-Out:  JSON objects; a response as a chat completion, for readers that know those alone
+Out:  JSON objects; a response as a chat completion, for readers that know only those
 
-`call_id`, `policy_step`, `prompt_token_ids` and `token_ids` are always there. In a stream the first
-three come with `message_start`, so that clients keep them in the message they put together, and
+`call_id`, `policy_step`, `prompt_token_ids` and `token_ids` are always present. In a stream, the
+first three come with `message_start`, so that clients keep them in the final message, and
 `token_ids` with `message_delta`.
 """
 
@@ -58,7 +58,7 @@ class MessageWriter:
 
     def __init__(self, request: MessagesRequest, head: AnswerHead) -> None:
         self._request = request
-        # The name under which this API knows the argument of the template.
+        # This API's name for the template's argument.
         names = {"chat_template_kwargs.enable_thinking": "thinking"}
         ignored = [names.get(key, key) for key in head.not_applicable]
         self._head = replace(head, not_applicable=ignored)
@@ -182,7 +182,7 @@ def chat_completion(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_usage(used: Mapping[str, Any]) -> dict[str, int]:
-    """Cached tokens are tokens of the prompt that `input_tokens` does not count."""
+    """Usage as in a chat completion; `input_tokens` does not include cached prompt tokens."""
     counts = {key: value for key, value in used.items() if isinstance(value, int)}
     inputs = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     prompt = sum(counts.get(key, 0) for key in inputs)

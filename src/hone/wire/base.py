@@ -1,10 +1,10 @@
-"""The seam between the server and a dialect of its chat API: a request, an answer, its writer.
+"""The interface between the server and a dialect of its chat API: request, answer, writer.
 
 In:   the body of a request; an answer as it grows, and when it is finished
 Out:  the canonical ChatRequest; the JSON of the dialect's response, or its events
 
 A dialect is one module here, used by server and capture, and one with its routes in server/. The
-server samples, records and counts every dialect's requests alike: it sees the ChatRequest alone.
+server handles every dialect's requests alike, because it sees only the ChatRequest.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,17 +37,17 @@ class Request(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What is known of an answer before its first token."""
+    """The parts of an answer that are known before its first token."""
 
     id: str
-    """20 hexadecimal digits; a dialect puts its own prefix before them."""
+    """Id of the response: 20 hexadecimal digits, to which a dialect adds its prefix."""
     call_id: str
-    """Of the first choice."""
+    """Call id of the first choice."""
     created_at: float
     model: str
-    """As it was requested."""
+    """Model name as it was requested."""
     fingerprint: str
-    """Of the weights that answer."""
+    """Step of the weights that answer."""
     policy_step: int
     prompt_ids: list[int]
     not_applicable: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class AnswerHead:
 
     @property
     def hone_fields(self) -> dict[str, Any]:
-        """What hone adds to a response of any dialect, about the prompt."""
+        """Fields about the prompt that hone adds to a response of any dialect."""
         prompt = {"prompt_token_ids": self.prompt_ids, "policy_step": self.policy_step}
         return prompt | ({"not_applicable": self.not_applicable} if self.not_applicable else {})
 
@@ -72,7 +72,7 @@ class Answer:
     """stop, length or tool_calls."""
     token_ids: list[int]
     reasoning_tokens: int = 0
-    """How many of them are reasoning."""
+    """Number of reasoning tokens among them."""
     logprobs: Logprobs | None = None
     malformed: tuple[str, ...] = ()
     """Tool calls that do not parse; their text is in the content."""
@@ -81,7 +81,7 @@ class Answer:
 
     @property
     def hone_fields(self) -> dict[str, Any]:
-        """What hone adds to a response of any dialect, about the answer."""
+        """Fields about the answer that hone adds to a response of any dialect."""
         answer = {"token_ids": self.token_ids, "call_id": self.call_id}
         return answer | ({"malformed": list(self.malformed)} if self.malformed else {})
 
@@ -94,11 +94,11 @@ class AnswerWriter(Protocol):
     def delta(
         self, index: int, deltas: Sequence[dict[str, Any]], logprobs: Logprobs | None
     ) -> list[Event]:
-        """The events of more of one choice. The first one begins the stream; none: nothing is sent.
+        """The events for new parts of one choice; may be empty. The first event begins the stream.
 
-        `deltas` are those of a chat completion's chunks: content, reasoning_content or tool_calls.
-        What the new tokens add to the message may still be held back. `logprobs` are those of the
-        new tokens; None where the request wants none.
+        `deltas` have the form of a chat completion's chunks: content, reasoning_content or
+        tool_calls. Text of the new tokens may still be held back. `logprobs` are those of the new
+        tokens; None if the request does not want them.
         """
         ...
 
@@ -113,10 +113,10 @@ class AnswerWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One way to ask for an answer over HTTP."""
+    """One API for requesting an answer over HTTP."""
 
     path: str
-    """Of its requests, under the server's address or under /rollout/ID."""
+    """Path of its requests, under the server's address or under /rollout/ID."""
     prompt_key: str
     """The key of the body that holds the prompt, for error messages."""
     schema: dict[str, Any]

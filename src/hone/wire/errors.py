@@ -49,7 +49,7 @@ def status_of(error: HoneError) -> int:
 
 
 def error_response(error: Exception, log_file: Path) -> tuple[int, dict[str, Any]]:
-    """The status and the body; `exception` is the class, which hone's own clients raise again."""
+    """The status and the body; `exception` names the class, which hone's own clients raise again."""
     if not isinstance(error, HoneError):
         return 500, error_body(f"this server has a defect; its trace is in {log_file}", 500)
     status = status_of(error)
@@ -80,7 +80,7 @@ def rename_key(body: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 
 def error_message(body: dict[str, Any]) -> str | None:
-    """What an error response says, also in the shapes of FastAPI and others; None if nothing."""
+    """The message of an error response, also in FastAPI's and other formats; None without one."""
     error = body.get("error") or body.get("detail") or body.get("message")
     if not error:
         return None
@@ -88,7 +88,7 @@ def error_message(body: dict[str, Any]) -> str | None:
 
 
 def bad_request(error: ValidationError, kind: str, known: Iterable[str]) -> BadRequest:
-    """The first wrong key of a request; `kind` is what has the keys, `known` are their names."""
+    """The error for the first wrong key; `kind` names what has the keys, `known` their names."""
     where, message = first_problem(error)
     problem, code = error.errors(include_url=False)[0], "invalid_value"
     if problem["type"] == "missing":
@@ -115,7 +115,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     path = [part for part in first["loc"] if part not in _UNION_PARTS]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     message = first["msg"].removeprefix("Value error, ")
-    whole = first["type"] == "value_error" and not path  # it is about several keys
+    whole = first["type"] == "value_error" and not path  # the error concerns several keys
     if not whole and "got " not in message:
         message += f", got {brief(first['input'])}"
     return where.removeprefix("."), message

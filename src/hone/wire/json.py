@@ -3,8 +3,8 @@
 In:   JSON text of a request, of a response or of a model
 Out:  dicts; the bytes of JSON
 
-Python's parser accepts what no JSON document can hold: NaN, numbers beyond a float, half of a
-surrogate pair, nesting without end. Here they are errors, before they reach a file or a template.
+Python's parser accepts values that JSON does not allow: NaN, numbers beyond a float, lone
+surrogates, unlimited nesting. Here they are errors, before they reach a file or a template.
 """
 
 import json
@@ -19,7 +19,7 @@ MAX_DEPTH = 100
 
 
 def load_object(text: str | bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """Raises ValueError, with the reason, unless `text` is an object that can be written again."""
+    """The object; raises ValueError, with the reason, unless it can be written again."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
@@ -30,12 +30,12 @@ def load_object(text: str | bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]
     if body.count(b"{") + body.count(b"[") > max_depth:
         check_depth(value, max_depth)
     if b"\\u" in body:
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate
     return value
 
 
 def object_or_none(text: str, max_depth: int = MAX_DEPTH) -> dict[str, Any] | None:
-    """The same object, or None where `load_object` raises."""
+    """The object, or None if `load_object` raises."""
     try:
         return load_object(text, max_depth)
     except ValueError:
@@ -43,7 +43,7 @@ def object_or_none(text: str, max_depth: int = MAX_DEPTH) -> dict[str, Any] | No
 
 
 def object_or_empty(body: bytes) -> dict[str, Any]:
-    """The JSON object of a response body; empty where it is none."""
+    """The JSON object of a response body; empty if it is not one."""
     try:
         value = from_json(body)
     except ValueError:
@@ -52,7 +52,7 @@ def object_or_empty(body: bytes) -> dict[str, Any]:
 
 
 def objects_in(text: str, decoder: json.JSONDecoder | None = None) -> Iterator[Any]:
-    """The JSON objects in a text of a model, in their order; text around them is skipped."""
+    """The JSON objects in a model's text, in order; other text is skipped."""
     decoder = decoder or json.JSONDecoder()
     place = text.find("{")
     while place >= 0:
@@ -66,13 +66,13 @@ def objects_in(text: str, decoder: json.JSONDecoder | None = None) -> Iterator[A
 
 
 def write_json(value: dict[str, Any]) -> bytes:
-    """Compact, and read again to the last bit. Raises ValueError for half of a surrogate pair."""
-    # Six times as fast as `json`, which counts: every answer carries hundreds of numbers.
+    """Compact JSON; numbers are read back exactly. Raises ValueError for lone surrogates."""
+    # Six times as fast as `json`, which matters: every answer contains hundreds of numbers.
     return to_json(value, inf_nan_mode="null")
 
 
 def check_depth(value: Mapping[str, Any], most: int) -> None:
-    """Raise ValueError if more than so many objects and lists are inside each other."""
+    """Raise ValueError if objects and lists are nested more than `most` levels deep."""
     level: list[Any] = [value]
     for _ in range(most):
         inner = (item.values() if isinstance(item, dict) else item for item in level)

@@ -3,8 +3,8 @@
 In:   the body of /v1/chat/completions or /v1/completions
 Out:  ChatRequest or CompletionRequest; BadRequest names the first wrong key
 
-IGNORED lists the keys that change nothing, _REFUSED those that are not in this version, with the
-reason for each.
+IGNORED lists keys without effect, _REFUSED keys that are not supported in this version, each with
+the reason.
 """
 
 import math
@@ -53,7 +53,7 @@ _REFUSED: Refused = {
 GREEDY_BELOW = 1e-3
 """A temperature below this is greedy: scores divided by it would overflow."""
 SMALLEST_TOP_P = 1e-9
-"""A `top_p` below this is greedy: no more than the likeliest token can be left."""
+"""A `top_p` below this is greedy: only the most likely token can remain."""
 
 _Stops = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
@@ -88,7 +88,7 @@ class _Request(GenerationBody):
     ignored = IGNORED
     refused = _REFUSED
     fitted: ClassVar[bool] = False
-    """Lower max_tokens to what the context holds beside the prompt, instead of refusing it."""
+    """Lower max_tokens to what fits beside the prompt, instead of refusing it."""
 
     n: int | None = Field(default=None, ge=1)
     """How many answers to sample."""
@@ -136,7 +136,7 @@ class _Request(GenerationBody):
 
     @property
     def output_format(self) -> OutputFormat | None:
-        """The form that the answer's text must have; None for free text. Raises BadRequest."""
+        """The required format of the answer's text; None for free text. Raises BadRequest."""
         return output_format(dict(self))
 
     @field_validator("stream_options")
@@ -155,7 +155,7 @@ class _Request(GenerationBody):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate."""
+        """Maximum tokens to generate."""
         return self.max_tokens
 
     @classmethod
@@ -177,10 +177,10 @@ class ChatRequest(_Request):
     """auto (default), none, required, or one function by name. The arguments of a call that is
     required, or of a function with strict: true, match the schema of the function's parameters."""
     parallel_tool_calls: bool | None = None
-    """False: the answer ends after its first call."""
+    """If false, the answer ends after its first call."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    """Left out, answers of registered models carry them too, except inside a rollout."""
+    """If not set, answers of registered models have them too, except inside a rollout."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the model's chat template, e.g. enable_thinking."""
@@ -211,7 +211,7 @@ class CompletionRequest(_Request):
     kind = "a completion"
 
     prompt: str | list[Any]
-    """Text, or token ids; one prompt a request."""
+    """Text, or token ids; one prompt per request."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """How many alternatives to report beside each token's log-probability."""
 
@@ -221,7 +221,7 @@ class CompletionRequest(_Request):
 
     @property
     def text_or_ids(self) -> str | list[int]:
-        """The prompt, out of the forms OpenAI allows."""
+        """The prompt, from any of the forms that OpenAI allows."""
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > 1:
@@ -268,7 +268,7 @@ TOOLS = TypeAdapter(list[_Tool])
 
 
 def content_text(content: Any) -> Any:
-    """The content of a message as text; parts that are no text, such as images, are named only."""
+    """The content of a message as text; other parts, such as images, are only named."""
     if not isinstance(content, list):
         return content or ""
     parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
@@ -300,7 +300,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 MIN_LOGPROB = -9999.0
-"""Written for minus infinity, which JSON cannot express; OpenAI's number for it."""
+"""OpenAI's value for minus infinity, which JSON cannot express."""
 
 
 def finite(logprob: float) -> float:

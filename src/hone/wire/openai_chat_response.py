@@ -3,10 +3,10 @@
 In:   a ChatRequest or CompletionRequest, and its answers
 Out:  JSON objects
 
-Every sampled token has its log-probability in the response, the end token too, streamed or not, also
-while the text of a tool call is held back: a chunk carries the log-probabilities of all tokens
-since the last one, even where its delta is empty. `token_ids`, `prompt_token_ids` and `policy_step`
-are always there; in a stream they come with the last chunk of each choice.
+Every sampled token, including the end token, has its log-probability in the response, streamed or
+not, even while the text of a tool call is held back: a chunk has the log-probabilities of all
+tokens since the last chunk, even if its delta is empty. `token_ids`, `prompt_token_ids` and
+`policy_step` are always present; in a stream they come with the last chunk of each choice.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class CompletionWriter:
         self._chat = isinstance(request, ChatRequest)
         self._include_usage = request.include_usage
         self._streamed: dict[int, int] = {}
-        """Characters that were sent of each choice, once it has begun."""
+        """Number of characters sent of each choice, once it has begun."""
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         contents: list[dict[str, Any]] = [
@@ -78,7 +78,7 @@ class CompletionWriter:
     def _end(
         self, answer: Answer, content: dict[str, Any], logprobs: Logprobs | None
     ) -> dict[str, Any]:
-        """A whole choice, or its last chunk, with what hone adds."""
+        """A whole choice, or its last chunk, with hone's additional fields."""
         choice = self._choice(answer.index, content, logprobs, 0)
         choice |= {"finish_reason": answer.finish, "policy_step": self._head.policy_step}
         return choice | answer.hone_fields

@@ -1,10 +1,10 @@
-"""The Responses API of any server in the shape of chat completions: write a request, read the rest.
+"""Convert between chat completions and the Responses API of any server.
 
 In:   a request for a chat completion; requests and responses that passed over the wire
 Out:  the body of /v1/responses; messages, and the shape of a chat completion
 
-Reading never raises over what a server or a client sent: what no chat can hold is left out, or stays
-as it was.
+Reading never raises because of what a server or a client sent: what a chat cannot represent is left
+out or left unchanged.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ _RENAMED = {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_out
 def response_request(chat: Mapping[str, Any]) -> dict[str, Any]:
     """A request for a chat completion, as one of the Responses API.
 
-    Keys that both APIs have, and keys that only a server of hone or of vLLM has, stay as they are.
-    Items have no ids: those of another server would mean nothing to it.
+    Keys of both APIs, and keys of hone or vLLM only, are unchanged. Items have no ids, because the
+    server does not know ids of another server.
     """
     body = {_RENAMED.get(key, key): value for key, value in chat.items() if value is not None}
     items = input_items(body.pop("messages"), ItemIds(""))
@@ -44,7 +44,7 @@ def response_request(chat: Mapping[str, Any]) -> dict[str, Any]:
 def read_messages(
     sent: str | list[Any], items: Mapping[str, dict[str, Any] | None]
 ) -> list[dict[str, Any]]:
-    """The messages of an `input` to any server; its items as they are where no chat has the like.
+    """The messages of an `input` to any server; items without a chat equivalent are unchanged.
 
     `items` are those that an item_reference may name, by id.
     """
@@ -78,7 +78,7 @@ def read_response(response: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_output(output: list[Any]) -> dict[str, Any]:
-    """The assistant message, as far as a chat message can hold it."""
+    """The assistant message, as far as a chat message can represent it."""
     items = [item for item in output if isinstance(item, dict)]
     texts = [text_of(item, "content") for item in items if item.get("type") == "message"]
     thoughts = [

@@ -3,9 +3,9 @@
 In:   a ResponsesRequest and its answer, as it grows and when it is finished
 Out:  JSON objects
 
-Items follow one another: an item is done before the next one begins. The final response has what
-hone adds: `token_ids`, `prompt_token_ids`, `policy_step` and `call_id`, and with log-probabilities
-also `token_logprobs`, one for each of `token_ids`. Those of `output_text` belong to its text alone.
+An item is complete before the next one begins. The final response has hone's additional fields:
+`token_ids`, `prompt_token_ids`, `policy_step` and `call_id`, and with log-probabilities also
+`token_logprobs`, one for each of `token_ids`. Those of `output_text` cover only its text.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,11 +39,11 @@ class ResponseWriter:
         self._ids = ItemIds(head.call_id)
         self._tokens = _TextTokens()
         self._logprobs: Logprobs | None = None
-        """Of every token that was streamed; None where the request wants none."""
+        """Log-probabilities of every streamed token; None if the request does not want them."""
         self._sent = 0
         """Number of events."""
         self._output: list[dict[str, Any]] = []
-        """The items that are done."""
+        """The completed items."""
         self._open: _OpenItem | None = None
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class ResponseWriter:
     def _grow(
         self, kind: str, place: int, text: str, logprobs: Sequence[dict[str, Any]], **names: Any
     ) -> list[Event]:
-        """More of an item; begins it where another one is open. `place` tells calls apart."""
+        """Add text to an item; begins it if another one is open. `place` distinguishes calls."""
         events: list[Event] = []
         if self._open is None or (self._open.kind, self._open.place) != (kind, place):
             events += self._close("completed")
@@ -219,7 +219,7 @@ _TEXT_EVENTS = {
     "message": "output_text",
     "function_call": "function_call_arguments",
 }
-"""How the events that carry the text of an item begin, by the item's type."""
+"""Prefix of the events that carry an item's text, by item type."""
 
 
 class _OpenItem:
@@ -283,7 +283,7 @@ class _TextTokens:
     def __init__(self) -> None:
         self._entries: Logprobs = []
         self._rest: bytes = b""
-        """The end of a token whose beginning belongs to the text before."""
+        """The rest of a token whose beginning belongs to the previous text."""
 
     def add(self, entries: Logprobs) -> None:
         self._entries += entries
@@ -294,7 +294,7 @@ class _TextTokens:
     def take(self, text: str) -> Logprobs:
         """The entries of this text; those before it are dropped, those after it are kept.
 
-        All of them where the text is not what the tokens say, as around tool calls.
+        All entries if the text differs from that of the tokens, as around tool calls.
         """
         pieces = [self._rest, *(bytes(entry["bytes"]) for entry in self._entries)]
         sampled, wanted = b"".join(pieces), text.encode()

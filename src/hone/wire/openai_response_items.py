@@ -1,11 +1,11 @@
-"""Items of the OpenAI Responses API: to chat messages, and from them.
+"""Convert items of the OpenAI Responses API to chat messages, and back.
 
 In:   `input` of a request, `output` of a response; an assistant message
 Out:  messages as a chat completion has them; the output items of a message
 
-The translation loses nothing: an answer that comes back as items is the message that was recorded,
-so that the next prompt continues the very ids that were sampled (chat/bridge.py). The reasoning,
-the text and the calls of one answer are one assistant message.
+The conversion is lossless: an answer that comes back as items gives the recorded message, so that
+the next prompt continues exactly the sampled ids (chat/bridge.py). The reasoning, the text and the
+calls of one answer are one assistant message.
 """
 
 import base64
@@ -43,7 +43,8 @@ class ItemIds:
     def input(self, index: int) -> "ItemIds":
         """The ids of the items of one input message.
 
-        Each message has its own: read_input joins function calls of the same message to one answer.
+        Each message has its own ids, so that read_input can join function calls of the same
+        message.
         """
         return ItemIds(f"{self._digits}{_INPUT}{index}")
 

@@ -1,4 +1,4 @@
-"""What a request says about the form of the answer's text: response_format, and vLLM's keys for it.
+"""The output format that a request asks for: response_format, and vLLM's keys for it.
 
 In:   response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar
 Out:  OutputFormat, or None for free text; BadRequest names the key
@@ -20,7 +20,7 @@ from hone.wire.json import check_depth
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 VLLM_KEYS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 MAX_NESTING = 64
-"""Most objects and lists inside each other in a JSON schema; vLLM's limit."""
+"""Maximum nesting of objects and lists in a JSON schema; vLLM's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class OutputFormat:
     value: Any
     """A JSON schema as an object; a regular expression; a grammar."""
     param: str
-    """The key of the request that named it, for error messages."""
+    """The key of the request that set it, for error messages."""
 
 
 def output_format(request: Mapping[str, Any]) -> OutputFormat | None:
-    """The one format that a request names. Raises BadRequest for a wrong one, and for two."""
+    """The output format of a request. Raises BadRequest if it is invalid, or if there are two."""
     sent = {key: request.get(key) for key in ("response_format", *VLLM_KEYS)}
     named = [_read(key, value) for key, value in sent.items() if value is not None]
     formats = [form for form in named if form is not None]
@@ -99,7 +99,7 @@ def _format(kind: str, value: Any, key: str) -> OutputFormat:
 
 
 def _schema(value: Any, key: str) -> dict[str, Any]:
-    if isinstance(value, str):  # vLLM takes JSON text too
+    if isinstance(value, str):  # vLLM accepts JSON text too
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):

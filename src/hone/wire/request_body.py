@@ -3,8 +3,8 @@
 In:   a JSON object
 Out:  a RequestBody; BadRequest names the first wrong key
 
-Every key is honoured, refused by name, or listed in `ignored`, which says why it changes nothing.
-Keys that are not supported yet pass only with the value that asks for nothing.
+Every key is honoured, refused by name, or listed in `ignored` with the reason why it has no effect.
+Keys that are not supported yet are accepted only with a value that requests nothing.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ class RequestBody(BaseModel):
     kind: ClassVar[str] = "this request"
     """What has the keys, for error messages."""
     ignored: ClassVar[Mapping[str, str]] = {}
-    """Keys that many clients send, accepted with any value, and why they change nothing."""
+    """Keys that many clients send, accepted with any value, and why they have no effect."""
     refused: ClassVar[Refused] = {}
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
         """The request; raises BadRequest naming the first key that is wrong."""
-        # Clients write null for a key they leave out.
+        # Clients send null for keys that are not set.
         sent = {k: v for k, v in body.items() if v is not None and k not in cls.ignored}
         try:
             return cls.model_validate({k: v for k, v in sent.items() if not cls._is_neutral(k, v)})

@@ -3,9 +3,9 @@
 In:   a rollout's id, the calling function, a temperature, a step, aliases of models
 Out:  headers and URLs for clients; and back to a RolloutScope on the server, checked
 
-A client in another process has the URL and not the headers, so the URL can carry the other values
-too: /rollout/ID,temperature=0,step=3/v1. Where URL and headers set the same value, they must agree;
-only the function of the header takes precedence, because the calling code set it.
+A client in another process has only the URL, so the URL can carry the other values too:
+/rollout/ID,temperature=0,step=3/v1. If URL and headers set the same value, they must agree; only
+the header's function takes precedence, because the calling code set it.
 """
 
 import re
@@ -71,13 +71,13 @@ class RolloutScope:
 
     @property
     def alias_text(self) -> str:
-        """The aliases as header and URL carry them."""
-        # A slash would end the segment of a URL, even as %2F; no name has a ~.
+        """The aliases as text, for the header and the URL."""
+        # A slash would end the URL segment, even as %2F; no name contains a ~.
         return "+".join(f"{alias}={model}" for alias, model in self.aliases).replace("/", "~")
 
     @property
     def _settings(self) -> dict[str, str]:
-        """What headers and URL say alike."""
+        """The settings that both headers and URL carry."""
         settings = {
             "temperature": "" if self.temperature is None else f"{self.temperature:g}",
             "step": "" if self.step is None else str(self.step),

@@ -20,7 +20,7 @@ _END = re.compile(
 )
 """The last event of a stream: of chat completions and completions, of responses, of messages."""
 _REPLACED = ("role", "type", "id", "signature")
-"""Strings of a message that come whole, as often as a server likes to repeat them."""
+"""Strings of a message that are sent whole and may be repeated."""
 
 
 def write_event(value: Event, *, named: bool = False) -> bytes:
@@ -44,12 +44,12 @@ def read_events(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def has_ended(body: bytes) -> bool:
-    """Whether a stream has come to its end, so far as it was read."""
+    """Whether the bytes read so far contain the end of the stream."""
     return _END.search(body) is not None
 
 
 def join_events(body: bytes) -> dict[str, Any]:
-    """A streamed response as one object; only its `error` where an event is an error."""
+    """A streamed response as one object; only the `error` if an event is an error."""
     events = list(read_events(body))
     for event in events:
         if event.get("error") or event.get("type") == "error":
@@ -151,7 +151,7 @@ def join_message(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join_response(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The response of a stream; of one that was cut off, the items as far as they came."""
+    """The response of a stream; for an incomplete one, the items received so far."""
     response: dict[str, Any] = {}
     items: dict[int, dict[str, Any]] = {}
     for event in events:

@@ -13,7 +13,7 @@ from hone.wire.request_body import Refused, RequestBody
 
 class _Request(RequestBody):
     model: str | None = Field(default=None, min_length=1, max_length=512)
-    """As in a chat completion. Left out: the only base model that is served."""
+    """As in a chat completion; the only served base model if not set."""
 
 
 class TokenizeRequest(_Request):
@@ -29,7 +29,8 @@ class TokenizeRequest(_Request):
     messages: list[Any] | None = None
     """As in a chat completion; rendered with the model's chat template."""
     add_special_tokens: bool | None = None
-    """Of the tokenizer, around a prompt; true by default. Chat templates write their own."""
+    """Add the tokenizer's special tokens to a prompt; true by default. Chat templates write their
+    own."""
     add_generation_prompt: bool | None = None
     """End the messages with the beginning of an answer; true by default."""
     tools: list[Any] | None = None
@@ -52,7 +53,7 @@ class TokenizeRequest(_Request):
 class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum tokens of a prompt and its answer together."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
