@@ -1,1 +1,1 @@
-"""Where training happens."""
+"""Backends: servers that serve and train models."""

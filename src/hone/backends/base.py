@@ -39,14 +39,14 @@ class TrainResult:
     counts: dict[str, int] = field(default_factory=dict)
     """Trajectories by how they were resolved, and dropped ones by reason."""
     reason: str | None = None
-    """Why nothing was learned, if nothing was."""
+    """Why nothing was learned; empty if something was."""
     checkpoint_path: str | None = None
     """Directory of the step, if it is on this machine and `save_checkpoint` was not False."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Where training happens."""
+    """Serves and trains models."""
 
     async def register(self, model: Trainable) -> ModelInfo:
         """Register a model; the same model again changes nothing."""
@@ -104,5 +104,5 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what this process holds; the server's state stays."""
+        """Release this process's resources; the server's state is kept."""
         ...

@@ -30,7 +30,7 @@ from hone.types import FieldError, JobEvent
 log = logging.getLogger("hone")
 
 FIRST_S = 5.0
-"""Time to wait for a server that has never answered: the address may be wrong."""
+"""How long to wait for a server that has never answered: the address may be wrong."""
 CONNECT_S = 10.0
 ANSWER_S = 120.0
 SILENCE_S = 60.0
@@ -73,7 +73,7 @@ class Server:
         self.patience_s = patience_s
         self._answered = False
         self._warned = False
-        """Whether the log says already that the server is unreachable."""
+        """Whether it was already logged that the server is unreachable."""
 
     async def connect(self) -> None:
         """Called before every request: a subclass may start the server here."""
@@ -165,14 +165,14 @@ class Server:
         pause_s = max(at_least_s, backoff_s(outage.failures, 0.1, LONGEST_PAUSE_S))
         if failure is not None:
             outage.since = outage.since or time.monotonic()
-            # Only now: the connections of a killed process end before the process does.
+            # Checked only now: a killed process's connections end before the process does.
             gone = self.lost()
             if gone or time.monotonic() + pause_s > outage.since + patience_s:
                 raise gone or failure from None
         await asyncio.sleep(pause_s)
 
     def _warn(self, error: Exception) -> None:
-        """Log once per outage that the client waits, so that it does not look like a hang."""
+        """Log once per outage that the client is waiting."""
         if not self._warned and self.lost() is None:
             self._warned = True
             log.warning("%s Waiting up to %g s for it to come back.", error, self.patience_s)
@@ -186,7 +186,7 @@ class Server:
         )
 
     def _client(self, read_s: float, url: str) -> httpx2.AsyncClient:
-        """One per request: usable from any event loop, and there is nothing to close at the end."""
+        """A client per request, so that any event loop can use it and nothing needs to be closed."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx2.AsyncClient(
             headers={"Content-Type": "application/json", **key},
@@ -211,7 +211,7 @@ def _checked_url(base_url: str) -> str:
 
 
 def refusal(response: httpx2.Response, log_place: str) -> HoneError:
-    """The exception that an error response stands for: by its name if known here, else by status."""
+    """The exception for an error response: by its class name if known, otherwise by status."""
     url = response.request.url
     try:
         body = response.json()
@@ -233,7 +233,7 @@ def refusal(response: httpx2.Response, log_place: str) -> HoneError:
 
 
 def _retry_after_s(response: httpx2.Response) -> float:
-    """How long the server asks its client to wait."""
+    """The delay that the server requests in Retry-After."""
     value = response.headers.get("retry-after", "")
     return min(float(value), 60.0) if value.isdigit() else 0.0
 

@@ -36,7 +36,7 @@ STOP_S = 30.0
 """Timeout until it has queued a running job again and ended."""
 SHOWN_LINES = 15
 SHOWN_BYTES = 65536
-"""How much of the server's output an error shows, at most."""
+"""Maximum amount of the server's output that an error shows."""
 CONNECT_S = 5.0
 
 
@@ -59,9 +59,9 @@ class LocalBackend(RemoteBackend):
         Args:
             path: where the server keeps its state (`hone serve --root`), by default `.hone`; a
                 server started there again continues its jobs.
-            in_process: show the server's output in this program, for notebooks. ART loads
-                its trainer into the program for that; this server stays a process of its own.
-            gpu_cost_per_hour_usd: of ART; refused, because hone counts no costs.
+            in_process: show the server's output in this program, for notebooks. ART runs its
+            trainer inside the program; this server is still a separate process.
+        gpu_cost_per_hour_usd: an option of ART; refused, because hone does not compute costs.
             api_key: key that clients must send, for machines with untrusted users; by default
                 $HONE_API_KEY.
             log_level: debug, info, warning or error.
@@ -77,7 +77,7 @@ class LocalBackend(RemoteBackend):
         self.share = share
         self.settings = dict(settings or {})
         self._shared_pid: int | None = None
-        """Process of the server that is shared; None for one of our own."""
+        """Process id of a shared server; None for a server that this process started."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -90,7 +90,7 @@ class LocalBackend(RemoteBackend):
 
     @property
     def output(self) -> Path:
-        """What the server's process printed, in case it ended before it had a log."""
+        """File with the server's output, for a server that ended before it had a log."""
         return self.root / SERVER_OUTPUT
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class LocalBackend(RemoteBackend):
             host, port, pid = str(address["host"]), int(address["port"]), int(address["pid"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        if host in ("0.0.0.0", "::"):  # an address to listen on, not to connect to
+        if host in ("0.0.0.0", "::"):  # clients cannot connect to a wildcard address
             host = "127.0.0.1" if host == "0.0.0.0" else "::1"
         try:
             socket.create_connection((host, port), timeout=CONNECT_S).close()
@@ -277,7 +277,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's process
+    except PermissionError:  # another user's process
         return True
     return True
 
@@ -285,7 +285,7 @@ def _is_alive(pid: int) -> bool:
 def _end(server: subprocess.Popen[bytes], within_s: float) -> int:
     """Wait for its exit status; kill it if that takes longer."""
     assert server.stdin is not None
-    server.stdin.close()  # which tells it to stop
+    server.stdin.close()  # closing stdin tells it to stop
     try:
         return server.wait(within_s)
     except subprocess.TimeoutExpired:

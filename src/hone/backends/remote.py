@@ -50,11 +50,11 @@ HEALTH_S = 10.0
 WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
 DAYS_S = 7 * 86400.0
-"""Longer than any job takes."""
+"""Default timeout of a job, longer than any job takes."""
 
 
 class RemoteBackend(Server):
-    """A hone server that runs already."""
+    """A running hone server."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class RemoteBackend(Server):
             trajectory_groups: each the rollouts of one input, compared with each other.
             config: settings of the job; missing keys come from the model's `defaults`, then
                 from hone's.
-            verbose: show progress also where stderr is not a terminal.
-            seed: seed of the job's random choices.
-            plot_tensors: draw what was trained, beside the checkpoint.
+            verbose: show progress even if stderr is not a terminal.
+        seed: seed of the job's random choices.
+        plot_tensors: plot the trained tokens, beside the checkpoint.
             save_checkpoint: False leaves `checkpoint_path` out of the result. Every step is saved,
                 because a server serves saved steps; `delete_checkpoints` removes old ones.
             advance_when_flat: publish the next step, with the same adapter, even if there was
@@ -217,7 +217,7 @@ class RemoteBackend(Server):
     # ---- beyond Backend ---------------------------------------------------------------------
 
     async def health(self) -> dict[str, Any]:
-        """Its status, and what it does."""
+        """The server's status."""
         return await self.ask("GET", "/health", read_s=HEALTH_S)
 
     async def model_info(self, model: Named) -> ModelInfo:
@@ -245,7 +245,7 @@ class RemoteBackend(Server):
         await self.ask("POST", "/v1/runs", run.model_dump_json())
 
     async def close_run(self, run_id: str) -> None:
-        """Allow its calls to be pruned."""
+        """Close a run, so that its calls can be pruned."""
         await self.ask("POST", f"/v1/runs/{quote(run_id, safe='')}/close")
 
     async def unmarked(self, run_id: str) -> dict[str, int]:
@@ -334,7 +334,7 @@ def chosen_keys(config: TrainConfig | None, keys: Mapping[str, Any]) -> dict[str
             raise ConfigError(f"train({key}=...): no such key.{hint} Known: {', '.join(known)}.")
     written = {} if config is None else config.model_dump(exclude_unset=True)
     both = written | keys
-    TrainConfig(**both)  # raises for wrong values here, where the caller sees the line
+    TrainConfig(**both)  # raises for wrong values at the caller's line
     return both
 
 

@@ -1,1 +1,1 @@
-"""Trajectories of a run as files for other programs, and conversations of other programs as a dataset."""
+"""Export trajectories of a run for other programs, and import conversations as a dataset."""

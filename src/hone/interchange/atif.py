@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VERSION = "ATIF-v1.7"
 _SOURCE = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _OURS = "hone"
-"""The key of `extra` for what ATIF has no field for."""
+"""The key of `extra` for values that ATIF has no field for."""
 _FIELDS = frozenset({"role", "content", "tool_calls", "reasoning_content"})
 """Keys of a message that have a field in a step."""
 
@@ -111,7 +111,7 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     written = {"tool_call_id": str(call.get("id")), "function_name": str(function.get("name"))}
     if isinstance(arguments, dict) and json.dumps(arguments) == text:
         return {**written, "arguments": arguments}
-    # A policy may write arguments that are no object, or in another spelling.
+    # A policy may write arguments that are not an object, or are formatted differently.
     parsed = arguments if isinstance(arguments, dict) else {}
     return {**written, "arguments": parsed, "extra": {_OURS: {"arguments": text}}}
 
@@ -198,7 +198,7 @@ def _messages(step: Mapping[str, Any]) -> list[Message]:
 
 def _observed(result: Mapping[str, Any]) -> Message:
     id = result.get("source_call_id")
-    # Without a call it is what the environment said.
+    # Without a call, it is a message of the environment.
     message: Message = {"role": "tool", "tool_call_id": id} if id else {"role": "user"}
     return message | {"content": _content(result.get("content"))} | _ours(result)
 

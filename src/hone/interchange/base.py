@@ -1,7 +1,7 @@
 """Values of the interchange: a conversation, and a rollout with its conversations.
 
 In:   nothing; dataclasses
-Out:  what every format is written from, and what an import makes of a file
+Out:  the values that every format is written from, and that an import returns
 """
 
 import json
@@ -26,14 +26,14 @@ def number_or_none(value: Any) -> float | None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON, with U+FFFD for half of a surrogate pair, which no file can hold."""
+    """A value as JSON, with U+FFFD for lone surrogates, which cannot be written as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages of the OpenAI API, and what is known of the sampled ones."""
+    """Messages of the OpenAI API, and the recorded calls of the sampled ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -58,7 +58,7 @@ class ExportedRollout:
         return self.record.reward
 
     def details(self) -> dict[str, Any]:
-        """What is known of the rollout beside its conversations, as JSON."""
+        """The rollout's data other than its conversations, as JSON values."""
         names = {"epoch", "round", "split", "example", "generation", "rollout", "reward", "scores"}
         names |= {"input", "output", "seconds", "policy_steps", "shaped_rewards"}
         known = self.record.model_dump(mode="json", include=names)

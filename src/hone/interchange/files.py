@@ -83,7 +83,7 @@ def _write_directory(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the path's place when it is whole."""
+    """A temporary file that replaces the path when it is complete."""
     if path.is_dir():
         raise ConfigError(f"-o {path}: is a directory; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _read_directory(path: Path) -> Iterator[Conversation]:
     for file in sorted(path.rglob("*.json")):
         try:
             document = _document(file)
-        except ConfigError as error:  # a log, or what a killed agent left
+        except ConfigError as error:  # a log, or an incomplete file of a killed agent
             log.warning("Left out: %s", error)
             continue
         if not is_atif(document):

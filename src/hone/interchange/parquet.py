@@ -14,12 +14,12 @@ from typing import Any
 from hone.interchange.base import ExportedRollout, json_text
 
 ROWS_AT_ONCE = 500
-"""Rows of one row group; token ids of a whole run would not fit into memory."""
+"""Rows per row group; the token ids of a whole run might not fit into memory."""
 
 
 def write_parquet(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
     """Write the file; returns the number of rows."""
-    import pyarrow as pa  # here: it takes a second
+    import pyarrow as pa  # imported here: it takes a second
     import pyarrow.parquet as pq
 
     call = pa.struct(

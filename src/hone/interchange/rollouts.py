@@ -3,10 +3,10 @@
 In:   a run directory; a function that reads the recorded calls of a rollout
 Out:  ExportedRollouts, one for each rollout that has messages
 
-Conversations come from the recorded calls, which have every one of them, to the token. Those of other
-models are left out, such as a simulated user or an opponent at a fixed step; in conversations of
-both, `weight: 0` marks what the policy did not say. Without the calls, the run directory has the last
-conversation of each rollout, as text.
+Conversations come from the recorded calls, which have all of them, with tokens. Those of other
+models are left out, such as a simulated user or an opponent at a fixed step; in mixed
+conversations, `weight: 0` marks messages that the policy did not sample. Without the calls, the run
+directory has the last conversation of each rollout, as text.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ def exported_rollouts(
             if record.split not in splits:
                 continue
             calls = calls_of(record.rollout)
-            pinned = record.split == "final"  # which names the step that is measured
+            pinned = record.split == "final"  # it names the step that is measured
             conversations = [
                 conversation
                 for conversation in _conversations(calls)
@@ -79,7 +79,7 @@ def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
         if call.messages is None or call.abandoned:
             continue
         request = [_core(message) for message in call.messages]
-        # The newest that it continues: two samples of one prompt are two conversations.
+        # Continue the newest match: two samples of one prompt are two conversations.
         before = [
             one
             for one in conversations
@@ -96,7 +96,7 @@ def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
 
 
 def _mark_others(conversation: Conversation, policy: str | None, *, pinned: bool) -> bool:
-    """Give messages that the policy did not say `weight: 0`; returns whether it said any.
+    """Give messages that the policy did not sample `weight: 0`; returns whether it sampled any.
 
     `policy`: PROJECT/NAME; None: any model that is not at a fixed step.
     """

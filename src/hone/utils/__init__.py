@@ -1,7 +1,7 @@
 """`art.utils` under hone's name: datasets in batches, limits on concurrency, text of messages.
 
-In:   what ART's scripts pass to these functions
-Out:  what they expect; shuffles use a generator of their own and leave the global one alone
+In:   the arguments that ART's scripts pass to these functions
+Out:  the results that they expect; shuffling leaves the global random generator unchanged
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def iterate_dataset(
     initial_step: int = 0,
     use_tqdm: bool = True,
 ) -> Generator[DatasetBatch[T], None, None]:
-    """Batches of a dataset, in an order that depends on the epoch alone.
+    """Batches of a dataset, in an order that depends only on the epoch.
 
     Args:
         dataset: the items.
@@ -78,7 +78,7 @@ def limit_concurrency(
 
     Args:
         n: the limit.
-        derive_key: a function of the arguments; each key has a limit of its own.
+        derive_key: a function of the arguments; each key has its own limit.
     """
     running: dict[str, asyncio.Semaphore] = {}
 
@@ -105,13 +105,13 @@ def format_message(message: Mapping[str, Any]) -> str:
 def get_model_step(model: Named, art_path: str) -> int:
     """The newest step whose checkpoint is under this path; 0 if there is none."""
     checkpoints: Path = model_directory(art_path, model.project, model.name) / "checkpoints"
-    # Others are being written, or were found to be damaged: `0004.corrupt`.
+    # Other directories are being written, or are damaged: `0004.corrupt`.
     steps = (path for path in checkpoints.glob("[0-9]*") if path.name.isdigit() and path.is_dir())
     return max((int(path.name) for path in steps), default=0)
 
 
 def log_http_errors(function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """A decorator: an HTTP error of httpx is raised with the server's own message."""
+    """A decorator that raises httpx's HTTP errors with the server's own message."""
 
     @functools.wraps(function)
     async def explained(*args: P.args, **kwargs: P.kwargs) -> T:
