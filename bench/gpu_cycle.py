@@ -198,13 +198,17 @@ class _Bench:
                 verdict = event.data["verdict"]
                 verdicts[verdict] = verdicts.get(verdict, 0) + 1
 
-        request = JobRequest(model="bench/cycle", groups=groups, config={"learning_rate": 1e-4})
+        # One optimizer step a job, as TRL takes for such a batch.
+        config = {"learning_rate": 1e-4, "groups_per_optimizer_step": len(groups)}
+        request = JobRequest(model="bench/cycle", groups=groups, config=config)
+        began = time.perf_counter()
         submitted = await self._backend.submit(request)
+        submit_s = time.perf_counter() - began
         job = await self._backend.wait(submitted.id, on_event=on_event)
         if job.state != "done" or job.step is None:
             raise RuntimeError(f"the job ended {job.state}: {job.failure or job.reason}")
         known = [name for name in PHASES if name in at]
-        return job, {f"{b}_s": at[b] - at[a] for a, b in pairwise(known)}
+        return job, {"submit_s": submit_s} | {f"{b}_s": at[b] - at[a] for a, b in pairwise(known)}
 
     async def _probe(self, ended: asyncio.Event) -> list[tuple[float, float, int]]:
         """One-token requests at a fixed rate: when each was sent, its token came, and by which step.

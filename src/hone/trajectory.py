@@ -24,6 +24,7 @@ from pydantic import (
     Field,
     JsonValue,
     PrivateAttr,
+    SerializationInfo,
     field_serializer,
     model_validator,
 )
@@ -37,6 +38,11 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+SHORT_LOGPROBS = {"logprobs": "short"}
+"""Serialization context of a request: choices with token ids have plain numbers as log-probabilities,
+a sixth of the bytes."""
+
+
 class History(BaseModel):
     """One conversation: its messages, and the sampled answers among them."""
 
@@ -46,12 +52,13 @@ class History(BaseModel):
     tools: Tools | None = None
 
     @field_serializer("messages_and_choices")
-    def _plain(self, items: MessagesAndChoices) -> list[Any]:
-        return [_as_dict(item) for item in items]
+    def _serialized(self, items: MessagesAndChoices, info: SerializationInfo) -> list[Any]:
+        as_dict = _with_short_logprobs if info.context is SHORT_LOGPROBS else _as_dict
+        return [as_dict(item) for item in items]
 
     def messages(self) -> Messages:
         """The conversation as plain OpenAI messages."""
-        return [_message(item) for item in self._plain(self.messages_and_choices)]
+        return [_message(_as_dict(item)) for item in self.messages_and_choices]
 
 
 class Trajectory(History):
@@ -106,7 +113,7 @@ class Trajectory(History):
 
     def for_logging(self) -> dict[str, Any]:
         """The trajectory without tokens; each message says whether it is trained."""
-        items = self._plain(self.messages_and_choices)
+        items = [_as_dict(item) for item in self.messages_and_choices]
         messages = [_message(item) | {"trainable": _is_sampled(item)} for item in items]
         rollout = {"rollout": self.rollout} if self.rollout else {}
         fields = self.model_dump(include={"metrics", "metadata", "tools", "logs"})
@@ -296,6 +303,17 @@ def _as_dict(item: Any) -> Any:
         return item
     # The client does not validate its objects, and would warn about every unexpected value.
     return item.model_dump(mode="json", warnings=False)
+
+
+def _with_short_logprobs(item: Any) -> Any:
+    """A choice of a hone server without what its token ids tell: the tokens' texts and bytes."""
+    ids, logprobs = getattr(item, "token_ids", None), getattr(item, "logprobs", None)
+    tokens = getattr(logprobs, "content", None)
+    if not (ids and tokens and len(ids) == len(tokens) and getattr(item, "call_id", None)):
+        return _as_dict(item)
+    values = [getattr(token, "logprob", None) for token in tokens]
+    plain = item.model_dump(mode="json", warnings=False, exclude={"logprobs"})
+    return plain | {"logprobs": {"token_logprobs": values}}
 
 
 def _is_sampled(item: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from openai.types.chat import ChatCompletion
 from tests.sdk.conftest import serving
 from tests.sdk.standin import Link, StandIn, refusal
 
@@ -84,6 +85,41 @@ async def test_a_job_says_only_what_was_written(backend: RemoteBackend, standin:
     assert sent.seed == 3
     assert sent.config == {"learning_rate": 2e-4, "loss": "dapo", "beta": 0.1}
     assert [[t.reward for t in group] for group in sent.groups] == [[0, 1]]
+
+
+async def test_a_choice_of_a_hone_server_is_sent_with_plain_numbers_as_logprobs(
+    backend: RemoteBackend, standin: StandIn
+):
+    tokens = [
+        {"token": "a", "bytes": [97], "logprob": -0.25, "top_logprobs": []},
+        {"token": "b", "bytes": [98], "logprob": -1.5, "top_logprobs": []},
+    ]
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "ab"},
+        "logprobs": {"content": tokens, "refusal": None},
+    }
+    ours = {"token_ids": [5, 6], "call_id": f"call-{'0' * 20}", "policy_step": 3}
+    made = [
+        choice | ours,
+        choice,  # of another server
+        choice | ours | {"token_ids": [5]},  # the server says what is wrong
+        choice | ours | {"logprobs": None},
+    ]
+    choices = [ChatCompletion.construct(choices=[one]).choices[0] for one in made]
+    history = Trajectory(messages_and_choices=choices)
+    groups = [TrajectoryGroup([history])]
+    await backend.submit(JobRequest(model="p/agent", groups=groups, idempotency_key="one"))
+    short, *whole = standin.job.request.groups[0].trajectories[0].messages_and_choices
+    assert short["logprobs"] == {"token_logprobs": [-0.25, -1.5]}
+    assert short["message"]["content"] == "ab" and short["finish_reason"] == "stop"
+    assert {key: short[key] for key in ours} == ours
+    sent = [one["logprobs"] and one["logprobs"]["content"] for one in whole]
+    assert sent == [tokens, tokens, None]
+    # Only in the request: what the user has, and what is logged, is whole.
+    logged = history.model_dump()["messages_and_choices"][0]
+    assert logged["logprobs"]["content"] == tokens
 
 
 async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: StandIn):

@@ -44,6 +44,27 @@ async def test_a_choice_object_of_the_openai_client(world: World):
     assert await world.call(USER, made) == call.call
 
 
+async def test_a_choice_with_plain_numbers_as_logprobs_is_the_same_choice(world: World):
+    """As hone's own client sends it: the ids say already which tokens the numbers belong to."""
+    ids = world.letters("Cold.")
+    numbers = {"logprobs": {"token_logprobs": logprobs_of(ids)}}
+    call = world.add(ids)
+    short = choice(ids, "Cold.") | {"token_ids": ids} | numbers
+    assert await world.call(USER, short) == call.call
+    # Another answer, which no call is like, is rendered with its own ids and log-probabilities.
+    ids = world.ids("Warm.")
+    warm = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs_of(ids)}}
+    rendered = await world.call(USER, choice(ids, "Warm.") | warm)
+    assert (rendered.completion_ids, rendered.logprobs) == (ids, logprobs_of(ids))
+    for wrong, message in (
+        ({"token_ids": None}, "token_logprobs: the choice has no token_ids"),
+        ({"token_ids": ids[:-1]}, f"token_ids: {len(ids) - 1} ids for {len(ids)} logprobs"),
+        ({"logprobs": {"token_logprobs": [0.5] * len(ids)}}, "at most 0, got 0.5"),
+        ({"logprobs": {"token_logprobs": [None] * len(ids)}}, "token_logprobs.0"),
+    ):
+        assert message in await world.refusal(talk(USER, choice(ids, "Warm.") | warm | wrong))
+
+
 async def test_equal_ids_are_told_apart_by_their_logprobs(world: World):
     ids = world.letters("Yes.")
     world.add(ids, shift=0.125, prompt_ids=[1])

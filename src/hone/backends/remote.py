@@ -27,7 +27,7 @@ from hone.backends.http import FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.progress import Progress
 from hone.train_config import TrainSFTConfig
-from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
+from hone.trajectory import SHORT_LOGPROBS, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import (
     CheckpointInfo,
     JobEvent,
@@ -262,7 +262,7 @@ class RemoteBackend(Server):
 
     async def submit(self, request: JobRequest) -> JobInfo:
         """Create a job, or return the one that the same request and key created before."""
-        body = request.model_dump_json()
+        body = request.model_dump_json(context=SHORT_LOGPROBS)
         answer = await self.ask("POST", "/v1/training/jobs", body, read_s=PREPARE_S)
         return _read(JobInfo, answer)
 

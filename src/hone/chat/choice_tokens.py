@@ -4,7 +4,8 @@ In:   a choice as JSON gave it
 Out:  SampledTokens: as many ids as log-probabilities; InvalidField with the path of what is wrong
 
 Ids are given by name (`token_id:N`, or `token_ids` beside the log-probabilities) or follow from the
-bytes of the tokens. Text alone is encoded, and accepted only where that gives the same tokens.
+bytes of the tokens. Text alone is encoded, and accepted only where that gives the same tokens. Beside
+`token_ids`, hone's own clients send plain numbers, `logprobs.token_logprobs`.
 """
 
 import re
@@ -60,15 +61,19 @@ def _log_probability(value: float) -> float:
     return value
 
 
+_LogProbability = Annotated[float, Strict(), AfterValidator(_log_probability)]
+
+
 class _Token(BaseModel):
     token: StrictStr
-    logprob: Annotated[float, Strict(), AfterValidator(_log_probability)]
+    logprob: _LogProbability
     bytes: list[Annotated[int, Strict(), Field(ge=0, lt=256)]] | None = None
 
 
 class _Logprobs(BaseModel):
     content: list[_Token] | None = None
     refusal: list[_Token] | None = None
+    token_logprobs: list[_LogProbability] | None = None
 
 
 class _Choice(BaseModel):
@@ -100,13 +105,17 @@ class TokenReader:
             path, (_, message) = error.errors(include_url=False)[0]["loc"], first_problem(error)
             raise InvalidField((*where, *path), message) from None
         logprobs = parsed.logprobs or _Logprobs()
-        tokens = logprobs.content or logprobs.refusal
-        if not tokens:
+        tokens = logprobs.content or logprobs.refusal or []
+        values = [token.logprob for token in tokens] or logprobs.token_logprobs
+        if not values:
             return None
-        path = (*where, "logprobs", "content" if logprobs.content else "refusal")
-        ids = self._ids(tokens, path)
+        kind = "content" if logprobs.content else "refusal" if tokens else "token_logprobs"
+        path = (*where, "logprobs", kind)
+        ids = self._ids(tokens, path) if tokens else None
         if parsed.token_ids is not None:
-            ids = self._same_ids(parsed.token_ids, tokens, ids, (*where, "token_ids"))
+            ids = self._same_ids(parsed.token_ids, len(values), ids, (*where, "token_ids"))
+        elif not tokens:
+            raise InvalidField(path, "the choice has no token_ids to tell which tokens these are")
         elif ids is None:
             ids = self._ids_of_text(tokens, path)
         if wrong := first_outside(ids, self._vocab):
@@ -116,7 +125,7 @@ class TokenReader:
                 f"token id {token} is outside the vocabulary of {self._vocab}; the choice was "
                 f"sampled from another model than {self._base_model!r}",
             )
-        return SampledTokens(ids, [token.logprob for token in tokens])
+        return SampledTokens(ids, values)
 
     def _ids(self, tokens: list[_Token], path: FieldPath) -> list[int] | None:
         """The ids of tokens that are named `token_id:N`; None if they are not."""
@@ -130,12 +139,12 @@ class TokenReader:
         return [int(token.token.removeprefix("token_id:")) for token in tokens]
 
     def _same_ids(
-        self, ids: list[int], tokens: list[_Token], named: list[int] | None, path: FieldPath
+        self, ids: list[int], count: int, named: list[int] | None, path: FieldPath
     ) -> list[int]:
         """The choice's own `token_ids`, which must agree with its logprobs."""
-        if len(ids) != len(tokens):
+        if len(ids) != count:
             raise InvalidField(
-                path, f"{len(ids)} ids for {len(tokens)} logprobs; send one for each token"
+                path, f"{len(ids)} ids for {count} logprobs; send one for each token"
             )
         if named is not None and ids != named:
             raise InvalidField(
