@@ -116,10 +116,10 @@ class Exchange:
 
     async def close(self) -> None:
         """Close the stream if the agent left it open, so that its connection can be reused."""
-        held, self._open = self._open, None
-        if held is None or self._seconds is not None:
+        stream, self._open = self._open, None
+        if stream is None or self._seconds is not None:
             return
-        response, loop = held
+        response, loop = stream
         # Any error of the library is ignored: the rollout is over, and nothing reads the answer.
         with suppress(Exception):
             if loop is None:

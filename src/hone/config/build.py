@@ -249,8 +249,8 @@ class Builder:
         self._stack.push_async_callback(self._close, what, generator)
         return instance
 
-    async def _named(self, kind: str, name: str, held: Mapping[str, ComponentConfig]) -> Any:
-        return await self._get(kind, name, _pick(kind, name, held))
+    async def _named(self, kind: str, name: str, configs: Mapping[str, ComponentConfig]) -> Any:
+        return await self._get(kind, name, _pick(kind, name, configs))
 
     async def _get(self, kind: str, name: str, config: ComponentConfig) -> Any:
         return await self._once((kind, name), lambda: self._make(kind, name, config))
@@ -327,8 +327,8 @@ async def build(document: Document) -> AsyncIterator[Builder]:
         raise builder.close_failures[0]
 
 
-def _pick(kind: str, name: str, held: Mapping[str, Any]) -> Any:
-    if name in held:
-        return held[name]
-    maybe, names = did_you_mean(name, held), ", ".join(held) or "none"
+def _pick(kind: str, name: str, configs: Mapping[str, Any]) -> Any:
+    if name in configs:
+        return configs[name]
+    maybe, names = did_you_mean(name, configs), ", ".join(configs) or "none"
     raise ConfigError(f"{_TITLES[kind]} {name!r} not found.{maybe} There are: {names}.")

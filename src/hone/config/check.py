@@ -90,8 +90,8 @@ def _remove(data: Any, path: Path) -> None:
     if last in (block if isinstance(block, dict) else range(len(block or ()))):
         del block[last]
     elif outer is not None:
-        held, key = outer
-        del held[key]
+        container, key = outer
+        del container[key]
 
 
 def _translated(
@@ -204,10 +204,10 @@ def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
 
 
 def _keys(loaded: Loaded, section: tuple[str, ...]) -> list[str]:
-    held: Any = loaded.data
+    block: Any = loaded.data
     for key in section:
-        held = shape.item(held, key)
-    return [str(key) for key in held] if isinstance(held, Mapping) else []
+        block = shape.item(block, key)
+    return [str(key) for key in block] if isinstance(block, Mapping) else []
 
 
 def _is_in_group(loaded: Loaded, name: str, sections: Sequence[tuple[str, ...]]) -> bool:

@@ -232,12 +232,12 @@ class _Reader:
             variable = self.variables[int(match[1])]
             if variable[0].startswith("$$"):  # $${x} is an escaped ${x}
                 return variable[0][1:]
-            held = os.environ.get(variable[1])
-            if not held and variable[2] is not None:
+            text_value = os.environ.get(variable[1])
+            if not text_value and variable[2] is not None:
                 return variable[2]
-            if held is None:
+            if text_value is None:
                 missing.append(variable[1])
-            return held or ""
+            return text_value or ""
 
         done = _STAND_IN.sub(value, text)
         for name in missing:

@@ -233,11 +233,11 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
                 f"generator; write `async def ...(config, builder): yield instance`"
             )
         key = kind, config_type.type_name
-        held = _components.get(key)
-        if held is not None:
+        existing = _components.get(key)
+        if existing is not None:
             raise ConfigError(
                 f"{where}: {kind} {key[1]!r} is already registered, by "
-                f"{held.config_type.__module__}.{held.config_type.__qualname__}; rename one of them"
+                f"{existing.config_type.__module__}.{existing.config_type.__qualname__}; rename one of them"
             )
         package = factory.__module__.partition(".")[0]
         _components[key] = Registered(kind, key[1], config_type, factory, package)
@@ -277,18 +277,18 @@ def _of(kind: str) -> list[Registered]:
 
 def find(kind: str, name: str) -> Registered | None:
     """The component called `name`, or `package/name`; the toolkit is loaded only if it is needed."""
-    held = _find(kind, name)
-    if held is None and plugins.load_toolkit() is not None:
-        held = _find(kind, name)
-    return held
+    component = _find(kind, name)
+    if component is None and plugins.load_toolkit() is not None:
+        component = _find(kind, name)
+    return component
 
 
 def _find(kind: str, name: str) -> Registered | None:
     package, slash, last = name.rpartition("/")
     for table in (_components, _toolkit):
-        held = table.get((kind, last if slash else name))
-        if held is not None and (held.package == package or not slash):
-            return held
+        component = table.get((kind, last if slash else name))
+        if component is not None and (component.package == package or not slash):
+            return component
     return None
 
 

@@ -246,8 +246,8 @@ def _merge(events: Sequence[Any], own: Sequence[dict[str, Any]]) -> list[Any]:
 
 def _with_fields(event: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     payload = event["payload"]
-    held = payload.get("metadata")
-    metadata = {**(held if isinstance(held, Mapping) else {}), OURS: ours(own)}
+    existing = payload.get("metadata")
+    metadata = {**(existing if isinstance(existing, Mapping) else {}), OURS: ours(own)}
     return {**event, "payload": {**payload, "metadata": metadata}}
 
 
@@ -277,8 +277,8 @@ def _same_time(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 def _same_step(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     if not _is(theirs, own, "CUSTOM_END"):
         return False
-    held = ours(theirs) or theirs.get("metadata")
-    value = held.get("value") if isinstance(held, Mapping) else None
+    fields = ours(theirs) or theirs.get("metadata")
+    value = fields.get("value") if isinstance(fields, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, Real):
         value = None
     return (theirs.get("name") or "custom", value) == (own["name"], ours(own)["value"])

@@ -142,7 +142,7 @@ def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:
 def _call_record(call: SeenCall, conversation: list[dict[str, Any]]) -> CallRecord:
     """The call; its text is included only if it is not part of the last conversation."""
     usage, messages, reply = call.usage or {}, call.messages or [], call.reply
-    held = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
+    in_conversation = reply is not None and [*messages, reply] == conversation[: len(messages) + 1]
     return CallRecord(
         id=call.id,
         function=call.function,
@@ -157,8 +157,8 @@ def _call_record(call: SeenCall, conversation: list[dict[str, Any]]) -> CallReco
         policy_step=call.policy_step,
         temperature=call.temperature,
         num_messages=len(messages),
-        messages=None if held else plain(messages),
-        reply=None if held else plain(reply),
+        messages=None if in_conversation else plain(messages),
+        reply=None if in_conversation else plain(reply),
     )
 
 

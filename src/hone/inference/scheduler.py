@@ -280,8 +280,8 @@ class Scheduler:
         decoded = branch.num_decoded
         ids = sample.ids[:decoded]
         size = (len(branch.block.ids) + decoded) * self.token_bytes
-        held = self.reserved_bytes + self.prefixes.unused_bytes + self._batch_limit.nbytes
-        fits = held + size <= self.budget
+        used_bytes = self.reserved_bytes + self.prefixes.unused_bytes + self._batch_limit.nbytes
+        fits = used_bytes + size <= self.budget
         if fits and (branch.block.key, branch.block.ids + tuple(ids)) not in self.prefixes:
             block = Block.extended(
                 branch.block,

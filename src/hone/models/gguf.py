@@ -193,13 +193,13 @@ def _write_weights(source: _Source, config: dict[str, Any], into: Path, report: 
     named = {_hf_name(source, name): tensor for name, tensor in source.tensors.items()}
     size = sum(4 * int(tensor.n_elements) for tensor in named.values())
     shards: list[dict[str, Any]] = [{}]
-    held = 0
+    shard_bytes = 0
     for name, tensor in named.items():
-        if shards[-1] and held + 4 * int(tensor.n_elements) > SHARD_BYTES:
+        if shards[-1] and shard_bytes + 4 * int(tensor.n_elements) > SHARD_BYTES:
             shards.append({})
-            held = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        held += 4 * int(tensor.n_elements)
+        shard_bytes += 4 * int(tensor.n_elements)
     index: dict[str, str] = {}
     done = 0
     for number, shard in enumerate(shards, 1):

@@ -68,12 +68,12 @@ class Recorder:
     def _record(self, requests: Sequence[Unrecorded]) -> list[Exception | None]:
         """Why each request could not be recorded; None where it was."""
         try:
-            made = [request.make_calls() for request in requests]
-            self._calls.add_all(made)
+            recorded = [request.make_calls() for request in requests]
+            self._calls.add_all(recorded)
         except Exception as error:  # noqa: BLE001  whatever it is, the request answers with it
             if len(requests) == 1:
                 return [error]
             return [self._record([request])[0] for request in requests]
-        for request, (calls, _) in zip(requests, made, strict=True):
+        for request, (calls, _) in zip(requests, recorded, strict=True):
             request.committed(calls)
         return [None] * len(requests)

@@ -276,7 +276,7 @@ class TrainingService:
     ) -> tuple[Checkpoint | None, dict[str, Any]]:
         async with self._learners.borrow(base) as learner:
             failpoint("job/before-learn")
-            async with self._serving_paused(job.base_model) as held:
+            async with self._serving_paused(job.base_model) as pause_metrics:
                 await loading.aclose()  # pauses are counted: this one continues
                 try:
                     result = await asyncio.to_thread(
@@ -289,7 +289,7 @@ class TrainingService:
                 finally:
                     # Before vLLM wakes: it needs the memory.
                     await asyncio.to_thread(self._stages.release, learner, job.base_model)
-            result["metrics"] |= held
+            result["metrics"] |= pause_metrics
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
                 return None, result
@@ -335,16 +335,16 @@ class TrainingService:
 
         Yields a mapping that holds the metric of how long, once the block has ended.
         """
-        held: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         choice = self._settings.serving_during_training
         gpus = await asyncio.to_thread(self._serving.choice.gpus, base_model)
         if choice == "continue" or (choice is None and gpus.shared is None):
-            yield held
+            yield metrics
             return
         started = time.monotonic()
         async with self._serving.engines.paused():
-            yield held
-        held["serve/held_s"] = time.monotonic() - started
+            yield metrics
+        metrics["serve/held_s"] = time.monotonic() - started
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or job.id in self._jobs.cancelling:

@@ -282,7 +282,7 @@ class CallStore:
 
     def _prune_some(self, oldest: float, before: float, excess: int) -> list[sqlite3.Row]:
         """Delete a few of the oldest calls from this time on; returns their time and size."""
-        doomed: list[sqlite3.Row] = []
+        to_delete: list[sqlite3.Row] = []
         with self._store.transaction() as db:
             rows = db.execute(
                 "SELECT seq, size, created_at FROM calls WHERE created_at >= ? AND created_at < ? "
@@ -292,19 +292,19 @@ class CallStore:
             for row in rows:
                 if row["created_at"] >= before and excess <= 0:
                     break
-                doomed.append(row)
+                to_delete.append(row)
                 excess -= row["size"]
-            seqs = [row["seq"] for row in doomed]
+            seqs = [row["seq"] for row in to_delete]
             self._make_children_whole(db, seqs)
-            gone = (json.dumps(seqs),)
-            db.execute("DELETE FROM calls WHERE seq IN (SELECT value FROM json_each(?))", gone)
-        return doomed
+            seqs_json = (json.dumps(seqs),)
+            db.execute("DELETE FROM calls WHERE seq IN (SELECT value FROM json_each(?))", seqs_json)
+        return to_delete
 
-    def _make_children_whole(self, db: sqlite3.Connection, doomed: list[int]) -> None:
+    def _make_children_whole(self, db: sqlite3.Connection, seqs: list[int]) -> None:
         children = db.execute(
             "SELECT seq FROM calls WHERE parent IN (SELECT value FROM json_each(:gone)) "
             "AND seq NOT IN (SELECT value FROM json_each(:gone))",
-            {"gone": json.dumps(doomed)},
+            {"gone": json.dumps(seqs)},
         ).fetchall()
         for (seq,) in children:
             (call,) = read_calls(db.execute, [seq])

@@ -366,7 +366,7 @@ def prune_groups(root: Path, max_bytes: int) -> int:
     files = [(path, path.stat()) for path in root.glob("*/models/*/trajectories/*/*.jsonl")]
     files.sort(key=lambda file: file[1].st_mtime, reverse=True)
     sizes = itertools.accumulate(stat.st_size for _, stat in files)
-    doomed = [path for (path, _), size in zip(files, sizes, strict=True) if size > max_bytes]
-    for path in doomed:
+    to_delete = [path for (path, _), size in zip(files, sizes, strict=True) if size > max_bytes]
+    for path in to_delete:
         path.unlink(missing_ok=True)
-    return len(doomed)
+    return len(to_delete)

@@ -97,8 +97,8 @@ class Guard:
             self._running[token] = (group, directory)
             if self._helper is None or self._helper.poll() is not None:
                 self._start()
-                for other, (held, place) in self._running.items():
-                    self._tell(other, held, place)
+                for other, (other_group, place) in self._running.items():
+                    self._tell(other, other_group, place)
             else:
                 self._tell(token, group, directory)
 
