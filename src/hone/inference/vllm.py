@@ -1,20 +1,20 @@
-"""The vLLM engine: a vLLM server in a process of its own, over its public HTTP interface.
+"""The vLLM engine: a vLLM server in a separate process, over its public HTTP interface.
 
 In:   requests as token ids; adapters as PEFT directories
 Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
 Every sampling parameter is sent, so that none of vLLM's defaults applies. With top-p, top-k, min-p,
 penalties, logit_bias or a constraint, vLLM returns only the log-probability after masking; such
-tokens are marked as not exact. vLLM has the library for constraints that hone has, maybe in another
-version: hone checks a constraint before it sends the request, and follows each answer. A token was forced
-if hone's library allowed no other, and vLLM says that it was certain.
+tokens are marked as not exact. vLLM uses the same library for constraints as hone, maybe in another
+version: hone checks a constraint before it sends the request, and follows each answer. A token was
+forced if hone's copy of the grammar allowed no other, and vLLM reports probability 1.
 
-An adapter is loaded once, under its hash, from a copy that is kept until vLLM cannot read it again.
+An adapter is loaded once, under its hash, from a copy that is kept until vLLM no longer reads it.
 It is never replaced in place: vLLM's prefix cache would reuse what the old weights computed. After
 loading, the digests of the tensors in vLLM's own buffers are compared with those of the adapter.
 
-Calls into vLLM's workers stop every request meanwhile. So hone makes few of them, and none that lasts:
-the workers read and hash in threads, and hone reads and hashes the adapter on its side meanwhile.
+Calls into vLLM's workers pause every request. So hone makes few of them, all of them short: the
+workers read and hash in threads, while hone reads and hashes the adapter on its side.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from hone.inference.vllm_server import VllmServer, find_server, start_server
 
 GREEDY = Sampling(max_tokens=1, temperature=0)
 POLL_S = 0.01
-"""Time between two questions whether the workers have read or hashed an adapter."""
+"""Time between two checks whether the workers have read or hashed an adapter."""
 
 
 class VllmEngine:
@@ -82,7 +82,7 @@ class VllmEngine:
 
     @classmethod
     def connect(cls, name: str, url: str, *, directory: Path, max_length: int) -> "VllmEngine":
-        """Use a vLLM server that runs already, for a model by name. Blocking."""
+        """Use a running vLLM server for a model by name. Blocking."""
         return cls(find_server(name, url, max_length=max_length), directory=directory)
 
     @property
@@ -95,7 +95,7 @@ class VllmEngine:
 
     @property
     def repeatable(self) -> bool:
-        return False  # numbers depend on what is in the batch
+        return False  # results depend on the rest of the batch
 
     # ---- sampling -----------------------------------------------------------------------------
 
@@ -113,9 +113,9 @@ class VllmEngine:
     ) -> AsyncIterator[Delta]:
         name = self._name(adapter)
         check_request(prompt_ids, sampling, self._vocab, self._max_length, coldest=COLDEST)
-        # Greedy samples are equal: vLLM draws one of them, and refuses to draw more.
+        # Greedy samples are equal: request only one, because vLLM refuses n > 1.
         drawn = replace(sampling, n=1) if sampling.temperature == 0 else sampling
-        # vLLM's mask has no stop ids: where the text may end, it allows the end token.
+        # vLLM's mask does not include stop ids: where the text may end, it allows the end token.
         matchers = await start_matchers(self._grammars, replace(sampling, stop_ids=()), drawn.n)
         body = completion_body(name, prompt_ids, drawn, self._max_length)
         await self._admit()
@@ -205,7 +205,7 @@ class VllmEngine:
     async def _send_and_read(self, staged: StagedAdapter) -> list[str]:
         """Have vLLM load an adapter while its tensors are read here; the number types it is held in."""
         both = self._send(staged), asyncio.to_thread(staged.read)
-        # Both end before either's error is raised: what vLLM has begun to load can be unloaded then.
+        # Both end before an error is raised, so that a load that vLLM began can be undone.
         dtypes, read = await asyncio.gather(*both, return_exceptions=True)
         if isinstance(read, BaseException):
             raise read
@@ -217,7 +217,7 @@ class VllmEngine:
         """Have vLLM load an adapter and begin to hash it."""
         body = {"lora_name": staged.ref.sha256, "lora_path": str(staged.path)}
         if self._client.url is not None:
-            # An earlier server of ours may have left it there, from another path.
+            # An earlier hone server may have loaded it from another path.
             await self._drop(staged.ref.sha256)
             await self._client.post("/v1/load_lora_adapter", body)
             return []
@@ -253,7 +253,7 @@ class VllmEngine:
                 await self._forget(staged)
 
     async def _forget(self, staged: StagedAdapter) -> None:
-        """Free an unloaded adapter. Its files go last: vLLM rereads them if a request needs it."""
+        """Free an unloaded adapter. Its files go last: a request may make vLLM read them again."""
         if staged.id is not None and self.failure is None and not self._client.closed:
             with suppress(EngineError):
                 await self._remove(staged.id)
@@ -272,13 +272,14 @@ class VllmEngine:
         with_hash: bool = True,
     ) -> Probe:
         name = self._name(adapter)
-        # One less: vLLM samples one token after the tokens that it scores.
+        # One token less, because vLLM samples one token after those that it scores.
         check_sequences(sequences, self._vocab, self._max_length - 1)
         await self._admit()
         try:
             staged = self._adapters.get(name) if with_hash and self._client.url is None else None
             await self._begin_hashing(staged)
-            # One after the other: vLLM computes a request's logits in one step, and others wait for it.
+            # One at a time: vLLM computes all logits of a request in one step, and other requests
+            # wait for it.
             scores = [await self._score(name, ids) for ids in sequences]
             sha256 = BASE_SHA256 if adapter is None else None
             if staged is not None:  # the buffers are compared once vLLM has computed with them
@@ -309,14 +310,14 @@ class VllmEngine:
         assert staged.id is not None, staged
         held = await self._when_ready("hone_digests", staged.id)
         if not all(worker["held"] for worker in held):
-            # Evicted from vLLM's cache: any request loads it again, from its files.
+            # Evicted from vLLM's cache: any request makes vLLM load it again from its files.
             body = completion_body(staged.ref.sha256, [0], GREEDY, self._max_length)
             await self._client.post(COMPLETIONS, body)
             held = await self._when_ready("hone_digests", staged.id)
         return held
 
     async def _when_ready(self, method: str, argument: Any) -> list[dict[str, Any]]:
-        """What every worker answers, once the threads of all have done their work for it."""
+        """The result of every worker, once all of their threads have finished."""
         try:
             async with asyncio.timeout(CONTROL_S):
                 while True:
@@ -349,7 +350,7 @@ class VllmEngine:
         self._client.check_open()
         self._awake.clear()
         await self._idle.wait()
-        if self._awake.is_set() or self._asleep:  # woken meanwhile, or put to sleep by another
+        if self._awake.is_set() or self._asleep:  # woken in the meantime, or already put to sleep
             return
         if self._server.sleeps:
             self._asleep = True
@@ -378,7 +379,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         if self._client.url is not None and self.failure is None and not self._client.closed:
-            for name in self._adapters:  # their files go with this engine
+            for name in self._adapters:  # their files are removed with this engine
                 await self._drop(name)
         self._client.closed = True  # before waiting requests are admitted
         self._awake.set()

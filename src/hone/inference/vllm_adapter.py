@@ -1,10 +1,10 @@
-"""An adapter as vLLM gets it: a copy of its files, and the digests of what vLLM must hold.
+"""An adapter staged for vLLM: a copy of its files, and the digests of the tensors vLLM must hold.
 
-In:   a PEFT directory, and what vLLM's workers say they hold (vllm_worker.py)
-Out:  StagedAdapter; the difference between the two, in words
+In:   a PEFT directory, and the digests that vLLM's workers report (vllm_worker.py)
+Out:  StagedAdapter; the difference between the two, as text
 
-vLLM casts A and B to the number type of its buffers and multiplies B by the scale there. Both are done
-here with the same operations, so the digests are equal to the bit or the tensors are different ones.
+vLLM casts A and B to the dtype of its buffers and multiplies B by the scale in that dtype. The same
+operations are applied here, so the digests are equal if and only if the tensors are.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 SHOWN = 3
-"""Tensors that an error names."""
+"""Maximum number of tensors that an error lists."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class StagedAdapter:
         self.tensors = tensors
 
     def compare(self, workers: Sequence[Mapping[str, Any]]) -> str | None:
-        """How what vLLM's workers hold differs from this adapter; None if it does not."""
+        """How the tensors of vLLM's workers differ from this adapter; None if they do not."""
         for worker in workers:
             if not worker["held"]:
                 return f"vLLM does not hold the adapter ({worker.get('error', 'it was evicted')})"
@@ -79,9 +79,9 @@ class StagedAdapter:
         return None if workers else "vLLM has no workers"
 
     def expect(self, dtype: str) -> dict[str, str]:
-        """The digest of every tensor as vLLM holds it in this number type. Blocking at first."""
+        """The expected digest of every tensor in this dtype. The first call blocks."""
         if self._dtype is None:
-            import torch  # here: `hone serve` is up without it
+            import torch  # imported here: `hone serve` starts without it
 
             for name, tensor in self.tensors.items():
                 module, factor = _split(name)
@@ -94,7 +94,7 @@ class StagedAdapter:
 
 
 def stage(ref: AdapterRef, directory: Path, path: Path, *, max_rank: int) -> StagedAdapter:
-    """Copy an adapter to `path`; refuses one of too large a rank. Its tensors are not read yet."""
+    """Copy an adapter to `path`; refuses a rank that is too large. Its tensors are not read yet."""
     settings = json.loads((directory / FILES[0]).read_text(encoding="utf-8"))
     if settings["r"] > max_rank:
         raise EngineError(

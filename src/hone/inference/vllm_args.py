@@ -3,9 +3,9 @@
 In:   engine_args of a model, the arguments that this vLLM knows, what hone needs
 Out:  the command line of `vllm serve`, or an error that names the key
 
-Every argument of vLLM's engine passes through. hone refuses those that it sets itself, each with the
-reason, and those that load code: clients of the server send engine_args, and a client must not run
-code of its own in the server.
+Arguments of vLLM's engine are passed through. hone refuses those that it sets itself, with the
+reason, and those that load code: clients send engine_args, and a client must not be able to run its
+own code in the server.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from hone.errors import ConfigError, did_you_mean
 
 INFERENCE_IDS, TRAINER_IDS = "inference_gpu_ids", "trainer_gpu_ids"
-"""The GPUs of vLLM and of the learner, by number. ART's keys, not vLLM's."""
+"""GPU ids of vLLM and of the learner. ART's keys, not vLLM's."""
 GPU_IDS = (INFERENCE_IDS, TRAINER_IDS)
 MIN_LORAS = 3
 """Adapters in one batch: with fewer, requests of the new step wait for those of the old one."""
@@ -85,7 +85,7 @@ _SAME: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
-"""Values of refused arguments that are what hone sets anyway; null and false ask for nothing."""
+"""Values of refused arguments that equal what hone sets anyway; null and false are accepted too."""
 
 
 def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
@@ -125,7 +125,7 @@ def server_arguments(
     rank: int,
     sleeps: bool,
 ) -> list[str]:
-    """The arguments of `vllm serve`: those of the user, and over them what hone needs.
+    """The arguments of `vllm serve`: those of the user, overridden by what hone needs.
 
     `modules` are the linear layers that adapters may have. Without them vLLM prepares the head too,
     and then scores a prompt wrongly (CPU) or dies at one longer than max_num_seqs (CUDA, 0.20).
@@ -165,5 +165,5 @@ def _option(key: str, value: Any) -> list[str]:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, list):
         return [flag, *(v if isinstance(v, str) else json.dumps(v) for v in value)]
-    # In one word: a value that begins with a dash is never read as another option.
+    # As one argument, so that a value that begins with a dash is not read as an option.
     return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]

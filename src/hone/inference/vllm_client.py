@@ -1,11 +1,11 @@
-"""HTTP to a vLLM server: requests with every parameter, answers as deltas, errors that say why.
+"""HTTP client for a vLLM server: requests with every parameter, deltas, errors with their cause.
 
 In:   prompt ids and Sampling; paths and bodies of vLLM's other routes
 Out:  Deltas; JSON; EngineFailed with the end of vLLM's log if the server is gone
 
 A request has every sampling parameter, so that no default of the server or of the model applies.
-Hundreds of requests run at once, so the client is aiohttp's: the time that httpx needs for a request
-grows with the square of its open connections.
+Hundreds of requests run at the same time, so the client is aiohttp: the time that httpx needs for a
+request grows with the square of the number of open connections.
 """
 
 import asyncio
@@ -39,16 +39,16 @@ TIES = 10
 IMPOSSIBLE = -1000.0
 """vLLM writes minus infinity as -9999."""
 GUIDANCE = '--structured-outputs-config \'{"backend": "guidance"}\''
-"""With this, a constraint means the same in a vLLM of others as in hone."""
+"""With this option, constraints mean the same in a vLLM that the user started as in hone."""
 _VLLM_KINDS = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 _FINISH = {"stop": "stop", "length": "length"}
 
 
 class VllmClient:
-    """A client of one vLLM server, of hone's own or not. For one event loop."""
+    """A client of one vLLM server, started by hone or not. For one event loop."""
 
     def __init__(self, process: VllmProcess | None, url: str | None) -> None:
-        """`process` for a server of hone's own, or the `url` of one that runs already."""
+        """`process` for a server that hone started, or the `url` of a running one."""
         assert (process is None) != (url is None), (process, url)
         self.process = process
         self.url = url
@@ -73,7 +73,7 @@ class VllmClient:
         self._failure = EngineFailed(message)
 
     async def close(self) -> None:
-        """Stop a server of hone's own; requests under way get an error."""
+        """Stop a server that hone started; running requests get an error."""
         self.closed = True
         if self.process is not None:
             await asyncio.to_thread(self.process.stop)
@@ -123,7 +123,8 @@ class VllmClient:
     def _http(self) -> aiohttp.ClientSession:
         self.check_open()
         if self._session is None:
-            # Idle connections end here first: vLLM might close one just as a request is sent on it.
+            # Idle connections are closed on this side first: vLLM might close one just as a request
+            # is sent.
             options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S}
             if self.process is None:
                 connector = aiohttp.TCPConnector(**options)
@@ -172,7 +173,7 @@ class VllmClient:
         )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        # Answers take as long as they take; a dead server closes the connection.
+        # No timeout for answers; a dead server closes the connection.
         total = None if path == COMPLETIONS else CONTROL_S
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_S)
         try:
@@ -187,7 +188,7 @@ class VllmClient:
     async def _refused(
         self, response: aiohttp.ClientResponse, body: Mapping[str, Any]
     ) -> HoneError:
-        """What vLLM answered instead; a server error may be the end of it."""
+        """The error for vLLM's response; a server error may mean that vLLM is ending."""
         content = await response.read()
         try:
             message = _message(json.loads(content))
@@ -209,9 +210,9 @@ class VllmClient:
             return False
 
     async def ended(self, why: str) -> EngineError:
-        """Why a request was not finished: closed, or broken, with the end of vLLM's log.
+        """Why a request was not finished: closed or failed, with the end of vLLM's log.
 
-        A server that still answers has only lost the connection: it is not restarted for that.
+        If the server still answers, only the connection was lost, and it is not restarted.
         """
         if not self.closed and self.failure is None:
             if await self._is_healthy():
@@ -280,12 +281,12 @@ def completion_body(
 
 
 def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
-    """Refuse a server whose log-probabilities are not those of the draw.
+    """Refuse a server that does not report the log-probabilities that it samples with.
 
-    At temperature 2 with top_k 1 only the best token can be drawn, or those that share the best score;
-    a server that reports log-probabilities of the raw logits gives others a chance.
+    At temperature 2 with top_k 1, only tokens with the best score can be sampled. A server that
+    reports log-probabilities of the raw logits gives other tokens a probability above 0.
     """
-    # Not token 0 alone: where that is padding, every next token may be equally likely.
+    # Not just token 0: if that is padding, every next token may be equally likely.
     body = {"model": name, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 2.0, "top_k": 1}
     body |= {"logprobs": TIES, "return_tokens_as_token_ids": True, "seed": 0, "ignore_eos": True}
     response = client.post(f"{url}/v1/completions", json=body, timeout=CONTROL_S)
@@ -300,7 +301,7 @@ def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
 
 
 def _spread(seed: int) -> int:
-    """Another seed for every seed: vLLM adds the sample's number, so those of neighbours overlap."""
+    """Spread seeds apart: vLLM adds the sample's index, so neighbouring seeds would overlap."""
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -321,7 +322,7 @@ def read_delta(
         repeat(False, count) if alone is None else _forced(values, alone, sampling),
         repeat((), count) if tops is None else [_best(top, sampling.top_logprobs) for top in tops],
     )
-    # Without a call of Python for each token.
+    # Without a Python call per token.
     tokens = map(tuple.__new__, repeat(SampledToken), zip(*columns, strict=True))
     reason = choice.get("finish_reason")
     finish = None if reason is None else _FINISH.get(reason, "abort")
@@ -329,10 +330,10 @@ def read_delta(
 
 
 def _forced(values: list[float], alone: Sequence[bool | None], sampling: Sampling) -> list[bool]:
-    """Whether the constraint left each token no choice.
+    """Whether each token was forced by the constraint.
 
-    The log-probability of such a token is exactly 0. So is that of one that was likely, or that top-p,
-    top-k or min-p left alone; so the constraint must have left it alone too, as far as that is known.
+    A forced token has log-probability exactly 0. So may a likely token, or one that top-p, top-k or
+    min-p left as the only choice; so the constraint must allow no other token, as far as is known.
     """
     if_unknown = not sampling.truncates
     pairs = zip(values, alone, strict=True)

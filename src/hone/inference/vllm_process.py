@@ -1,12 +1,12 @@
-"""A vLLM server as a process of hone's own: found, started, watched, ended.
+"""A vLLM server as a child process: found, started, watched, stopped.
 
 In:   a Python interpreter with vLLM, the arguments of `vllm serve`
 Out:  VllmEnvironment (version and known arguments); VllmProcess, which answers on a Unix socket
 
-The server has a process group of its own and a pipe from this process: when this process ends, even
-by SIGKILL, the group is killed (vllm_worker.py). Its output goes to a log file; the last lines are
-part of every error. The socket lies in a directory that only this user can enter, so the routes
-that vLLM has for development are not reachable from outside.
+The server has its own process group and a pipe from this process: when this process ends, even by
+SIGKILL, the group is killed (vllm_worker.py). Its output goes to a log file; the last lines are
+part of every error. The socket is in a directory that only this user can enter, so vLLM's
+development routes are not reachable by others.
 """
 
 import os
@@ -33,11 +33,11 @@ from hone.inference import vllm_worker
 from hone.logs import output_file, write_output
 
 OLDEST, NEWEST = (0, 20), (0, 32)
-"""Versions of vLLM that hone was tried with; others are refused."""
+"""Oldest and newest supported version of vLLM; others are refused."""
 START_S = 900.0
-"""Deadline until vLLM answers: large models are read, compiled and captured in minutes."""
+"""Timeout for the start of vLLM: loading, compiling and graph capture can take many minutes."""
 STOP_S = 10.0
-"""Time that vLLM has to end by itself."""
+"""Time that vLLM gets to end after SIGTERM."""
 DESCRIBE_S = 60.0
 LAST_LINES, MOST_CAUSES = 15, 5
 """Lines of vLLM's log in an error: the last ones, and the first different exceptions."""
@@ -47,9 +47,9 @@ NO_MEMORY = re.compile(
     r"|KV cache is needed, which is larger",
     re.IGNORECASE,
 )
-"""What vLLM's exceptions say if the GPU's memory, or its share of it, does not suffice."""
+"""Pattern of vLLM's exceptions if the GPU's memory, or its share of it, is too small."""
 LOOK_S = 2.0
-"""Longest time between two looks at a server that is starting."""
+"""Maximum time between two checks of a server that is starting."""
 READY = "Application startup complete"
 STAGES = {
     "Starting to load model": "loads the weights",
@@ -58,7 +58,7 @@ STAGES = {
     "Capturing CUDA graph": "captures CUDA graphs",
     "KV cache size": "has allocated its KV cache",
 }
-"""Parts of the lines in vLLM's log that say what it does."""
+"""Parts of lines in vLLM's log, and the startup stage that each shows."""
 WORKER = "hone_vllm_worker"
 """Name of the copy of vllm_worker.py."""
 
@@ -78,7 +78,8 @@ def find_vllm(python: str) -> VllmEnvironment | None:
     """The vLLM of an interpreter; None if it has none. Takes a fraction of a second."""
     source = Path(vllm_worker.__file__).read_text(encoding="utf-8")
     try:
-        # As text, not as a file: a script's directory comes first on the path, and there vllm.py is.
+        # As text, not as a file: a script's directory comes first on sys.path, and it contains
+        # vllm.py.
         run = subprocess.run(
             [python, "-c", source, "describe"],
             stdin=subprocess.DEVNULL,
@@ -113,7 +114,7 @@ def require_vllm(python: str) -> VllmEnvironment:
 
 
 def check_version(version: str, *, where: str) -> None:
-    """Refuse a vLLM that hone was not tried with."""
+    """Refuse an unsupported version of vLLM."""
     parts = version.split("+")[0].split(".")
     try:
         release = (int(parts[0]), int(parts[1]))
@@ -132,12 +133,12 @@ class VllmProcess:
     def __init__(self, directory: Path, *, less_memory: str = "") -> None:
         """`directory` is for its adapters; `start` begins it.
 
-        `less_memory` is added to the error of a server whose memory did not suffice.
+        `less_memory` is added to the error of a server that ran out of memory.
         """
         self.directory = directory
         self._less_memory = less_memory
         self.log = output_file("vllm")
-        # Not in `directory`: the path of a socket may have a hundred characters.
+        # Not in `directory`: the path of a socket may have at most about a hundred characters.
         self._private = Path(tempfile.mkdtemp(prefix="hone-vllm-"))
         self.socket = self._private / "socket"
         self._last: deque[str] = deque(maxlen=LAST_LINES)
@@ -158,7 +159,7 @@ class VllmProcess:
         tell: Callable[[str], None] = lambda stage: None,
         start_s: float = START_S,
     ) -> None:
-        """Start it and wait until it answers; `tell` is called with what it does meanwhile."""
+        """Start it and wait until it answers; `tell` is called with each startup stage."""
         self.directory.mkdir(parents=True, exist_ok=True)
         script = self._private / f"{WORKER}.py"
         shutil.copyfile(vllm_worker.__file__, script)
@@ -225,7 +226,7 @@ class VllmProcess:
         return "\n".join([*causes, f"The last lines of its log{where}:", *self._last])
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it has ended."""
+        """Wait for its end; returns whether it has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._status is not None, timeout_s)
 
@@ -304,7 +305,7 @@ class VllmProcess:
         return self._stopping or self._status is not None
 
     def _answers(self) -> bool:
-        try:  # plainly at first: a client leaks its socket if nobody listens
+        try:  # with a plain socket first: an HTTP client leaks its socket if nothing listens
             with socket.socket(socket.AF_UNIX) as plain:
                 plain.connect(str(self.socket))
         except OSError:

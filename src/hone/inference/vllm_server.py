@@ -3,8 +3,8 @@
 In:   a model by name, the user's arguments; or a URL
 Out:  VllmServer: how to reach it, and what it can do
 
-Nothing is left to vLLM's defaults: the server is started so that no generation_config.json applies and
-that log-probabilities are temperature-scaled. One that was started by others is checked for that.
+Nothing depends on vLLM's defaults: the server is started so that no generation_config.json applies
+and log-probabilities are temperature-scaled. A server that the user started is checked for this.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class VllmServer:
     """The process of a server that hone started; the others have a `url`."""
     url: str | None = None
     sleeps: bool = False
-    """Whether its memory can be freed for a while."""
+    """Whether it supports sleep mode, which frees its memory."""
     kv_bytes: int | None = None
     """Size of its KV cache, of all GPUs together; None if it cannot be asked."""
     grammars: Grammars
@@ -123,7 +123,7 @@ def _kv_bytes(client: httpx.Client) -> int:
 
 
 def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
-    """A vLLM server that runs already, for a model by name. Blocking."""
+    """A running vLLM server, for a model by name. Blocking."""
     files, url = find(name), url.rstrip("/").removesuffix("/v1")
     try:
         with httpx.Client(timeout=CONNECT_S) as client:
