@@ -3,8 +3,8 @@
 In:   an item with the workflow's output
 Out:  the verdict: a number and the reason for it
 
-A wrong answer of the model is a verdict (0, and why). A fault of the row or of the configuration is
-raised: it must not count against the model.
+A wrong answer of the model is a verdict (0, with the reason). A mistake in the row or in the
+configuration raises an exception: it must not count against the model.
 """
 
 import json
@@ -24,11 +24,11 @@ _FENCE = re.compile(r"```[a-zA-Z0-9]*\s*\n(.*?)```", re.DOTALL)
 
 
 class Rule(EvaluatorBaseConfig):
-    """An evaluator that needs nothing but its configuration and the item."""
+    """An evaluator that needs only its configuration and the item."""
 
     @abstractmethod
     def verdict(self, item: EvalInputItem) -> Verdict:
-        """The score and the reason; raises an error that is not the model's fault."""
+        """The score and the reason; raises for errors that are not the model's fault."""
 
 
 class RuleEvaluator:

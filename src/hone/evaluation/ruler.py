@@ -3,9 +3,9 @@
 In:   the answered items of one example, a rubric, and an entry of `llms` (any OpenAI endpoint)
 Out:  a score from 0 to 1 for each, with the judge's explanation
 
-The scores say which of these rollouts is better, not how good a policy is: those of two groups, or
-of two epochs, are not comparable. Verdicts are cached on disk, so a group that is judged again after
-a kill gets the same scores.
+The scores say which of these rollouts is better, not how good a policy is: scores of two groups, or
+of two epochs, cannot be compared. Verdicts are cached on disk, so a group that is judged again
+after a kill gets the same scores.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class RulerConfig(JudgeBaseConfig, name="ruler"):
     """A model ranks the rollouts of one example (RULER); the score is relative to the others."""
 
     rubric: str = DEFAULT_RUBRIC
-    """What makes a high score and what a low one."""
+    """What makes a score high or low."""
 
 
 class Ruler(BaseEvaluator):
@@ -45,7 +45,7 @@ class Ruler(BaseEvaluator):
         self.config, self.llm, self._cache = config, llm, cache
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
-        """The score of a rollout alone, with nothing to compare it with."""
+        """The score of a single rollout, without others to compare it with."""
         [output] = await self.evaluate_group([item])
         return output
 
@@ -87,7 +87,7 @@ class Ruler(BaseEvaluator):
 
 
 def _conversations(item: EvalInputItem) -> list[Messages]:
-    """The conversations of a rollout, and its output where that is not the last reply."""
+    """The conversations of a rollout, and its output if that is not the last reply."""
     histories = conversations(item.trajectory) or [
         [{"role": "user", "content": text(item.input_obj)}]
     ]

@@ -115,7 +115,7 @@ class Evaluation:
         """Run the workflow on one item, then score its output.
 
         Args:
-            item: the item; an output that it holds is replaced.
+            item: the item; an existing output is replaced.
             rollout: id of the rollout; random if None.
             temperature: sampling temperature, whatever the workflow asks for.
             step: the step that answers; the newest one if None.
@@ -370,7 +370,8 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
             )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:
-            # Only now: an evaluation that cannot start must not remove an earlier one's files.
+            # Only now, because an evaluation that cannot start must not remove an earlier one's
+            # files.
             output.prepare(document.eval.evaluators, keep=keep)
             output.write_config(document, options)
             results = await _run_into(output, run, options)

@@ -1,10 +1,10 @@
-"""Calls and steps of a rollout <-> the `intermediate_steps` of workflow_output.json.
+"""Convert a rollout's calls and steps to `intermediate_steps` of workflow_output.json, and back.
 
 In:   SeenCalls and Steps; or such a list, written by hone or by NeMo Agent Toolkit
 Out:  dicts in that toolkit's form (parent_id, function_ancestry, payload); or calls and steps again
 
-Log-probabilities and token ids are not written: they are many times the text, and training takes
-them from the server's records, never from this file.
+Log-probabilities and token ids are not written: they are many times as large as the text, and
+training reads them from the server's records, never from this file.
 """
 
 import uuid
@@ -28,7 +28,7 @@ _FIELDS = (
 
 
 def ours(payload: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Hone's fields of an entry's payload."""
+    """hone's fields of an entry's payload."""
     metadata = payload.get("metadata")
     own = metadata.get(OURS) if isinstance(metadata, Mapping) else None
     return own if isinstance(own, Mapping) else {}
@@ -39,7 +39,7 @@ def intermediate_steps(
 ) -> list[dict[str, Any]]:
     """Calls and steps in the order in which they happened; `kinds` selects kinds of event."""
     entries = [(step.calls, 0, _custom_end(step, place)) for place, step in enumerate(steps)]
-    # A step noted after n calls were sent comes after call n-1 and before call n.
+    # A step recorded after n calls were sent comes after call n-1 and before call n.
     entries += [(call.index, 1, _llm_end(call)) for call in calls]
     ordered = [entry for _, _, entry in sorted(entries, key=lambda entry: entry[:2])]
     return _selected(ordered, kinds)
@@ -52,10 +52,10 @@ def all_steps(
     *,
     kinds: Iterable[str] | None = None,
 ) -> list[Any]:
-    """The steps of a rollout: those of NeMo Agent Toolkit, and the calls and steps it did not note.
+    """The steps of a rollout: NeMo Agent Toolkit's, and the calls and steps that it did not record.
 
-    The toolkit notes model calls only where its profiler is installed, and none of hone's functions.
-    Where both noted the same, the toolkit's entry gets hone's fields.
+    The toolkit records model calls only if its profiler is installed, and never hone's functions.
+    If both recorded the same call or step, the toolkit's entry gets hone's fields.
     """
     if not events:
         return intermediate_steps(calls, steps, kinds=kinds)
@@ -256,7 +256,7 @@ def _time_of(entry: Mapping[str, Any]) -> float:
 
 
 def _same_id(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """An entry that hone wrote, or has merged before."""
+    """Whether hone wrote the entry, or merged it before."""
     known = ours(theirs).get("id")
     return _is(theirs, own, "LLM_END") and known is not None and known == ours(own)["id"]
 

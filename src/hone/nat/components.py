@@ -4,7 +4,7 @@ In:   the toolkit's entry points: nat.components, nat.plugins, nat.evaluators an
 Out:  its functions, models and evaluators as components of hone
 
 A block is checked by the toolkit's own configuration class, with one difference: an unknown key is an
-error, where the toolkit drops it. A name that hone has too stays hone's.
+error, while the toolkit drops it. If hone has a component of the same name, hone's is used.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -42,7 +42,7 @@ GROUPS = (
 
 
 class _Checked(ComponentConfig):
-    """A block that the toolkit's class checks; it keeps its keys as they are written."""
+    """A block that the toolkit's class validates; its keys are kept as written."""
 
     toolkit_type: ClassVar[type[BaseModel]]
 
@@ -79,7 +79,7 @@ class ToolkitLLMConfig(_Checked, LLMBaseConfig):
 
     @property
     def has_openai_api(self) -> bool:
-        """Only a model with an address: hone knows no address of a provider."""
+        """Only a model with a base_url: hone does not know the addresses of providers."""
         return bool(getattr(self, "base_url", None))
 
 

@@ -1,4 +1,4 @@
-"""A Document of hone -> a Config of NeMo Agent Toolkit.
+"""Convert a Document of hone to a Config of NeMo Agent Toolkit.
 
 In:   the Document; the Builder, for the address and the name of each model
 Out:  a Config with the blocks that the toolkit builds; models at the training server send the name
@@ -32,7 +32,7 @@ SECTIONS = (
     *("general", "function_groups", "middleware", "embedders", "retrievers", "memory"),
     *("object_stores", "authentication", "ttc_strategies", "optimizer"),
 )
-"""Sections that the toolkit alone reads."""
+"""Sections that only the toolkit reads."""
 
 
 def check_section(name: str, value: Any) -> None:
@@ -105,7 +105,8 @@ async def _llm_block(key: str, builder: Builder) -> dict[str, Any]:
     llm = await builder.get_llm(key)
     named.pop(type_key(block) or "_type")
     if (thinking := named.pop("thinking", None)) is not None:
-        # The toolkit knows how to ask some models by name, and refuses the names of others.
+        # The toolkit knows how to request thinking from some models by name, and refuses other
+        # names.
         kwargs = {"enable_thinking": thinking}
         named["extra_body"] = {"chat_template_kwargs": kwargs, **named.get("extra_body", {})}
     address = {"base_url": llm.base_url, "api_key": llm.api_key, "model_name": llm.model}

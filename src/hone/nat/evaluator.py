@@ -1,10 +1,10 @@
-"""An evaluator of NeMo Agent Toolkit as an evaluator of hone.
+"""Use an evaluator of NeMo Agent Toolkit as an evaluator of hone.
 
 In:   the toolkit's EvaluatorInfo; items of hone
 Out:  scores; a failure where the toolkit would give 0.0 with an error in the reasoning
 
-The item has the toolkit's intermediate steps as its trajectory. Where the workflow is not one of the
-toolkit, they are made from the model calls that hone saw.
+The item has the toolkit's intermediate steps as its trajectory. If the workflow is not one of the
+toolkit's, they are made from the model calls that hone captured.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false
@@ -33,7 +33,7 @@ class ToolkitEvaluator:
         self._evaluate = info.evaluate_fn
 
     async def evaluate_item(self, item: hone.EvalInputItem) -> hone.EvalOutputItem:
-        """The score of one item; what the evaluator raises is a failure, never a zero."""
+        """The score of one item; an exception of the evaluator is a failure, never a zero."""
         result = await self._result(
             EvalInputItem(
                 id=item.id,
@@ -47,7 +47,7 @@ class ToolkitEvaluator:
         )
         error = result.error
         if not error and isinstance(result.reasoning, Mapping) and not result.score:
-            # Where it catches an exception, the toolkit scores 0.0 and puts the text there.
+            # When the toolkit catches an exception, it scores 0.0 and puts the text there.
             message = result.reasoning.get("error")
             error = message if isinstance(message, str) and message else None
         return hone.EvalOutputItem(

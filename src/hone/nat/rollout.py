@@ -4,8 +4,8 @@ In:   the toolkit's Workflow and an input; the open rollout
 Out:  its output; the rollout's recorder holds the toolkit's intermediate steps
 
 Model calls carry the path of the toolkit's functions, so `target_functions` selects them. A custom
-event with a number under `value` in its metadata is also a `hone.step`: that is how projects of the
-toolkit note the value of a step.
+event with a number under `value` in its metadata is also a `hone.step`: this is how toolkit
+projects record the value of a step.
 """
 # Installed with its extra only.
 # pyright: reportMissingImports=false

@@ -1,10 +1,10 @@
-"""The builder of NeMo Agent Toolkit: one for each document, in a task of its own.
+"""The builder of NeMo Agent Toolkit: one for each document, in a separate task.
 
 In:   the Builder of hone, for the document and the address of the model in training
 Out:  Toolkit: its workflow and functions as functions of hone, its evaluators
 
-The toolkit saves the context variables at the time a workflow is built, and restores all of them at
-every run. Built inside a rollout, it would give every later call the id of that rollout; so it is
+The toolkit saves the context variables when a workflow is built, and restores all of them in every
+run. If it were built inside a rollout, every later call would get the id of that rollout. So it is
 built in an empty context, and one task builds and closes everything.
 """
 # Installed with its extra only.
