@@ -19,7 +19,8 @@ EPS = 1e-6
 def advantages(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]] | None:
     """Values minus their column's mean, over its population standard deviation if `scale`.
 
-    Column i has the i-th call of every trajectory that is long enough. None: every column is flat.
+    Column i has the i-th call of every trajectory that is long enough. None if every column is
+    flat.
     """
     columns = max((len(row) for row in values), default=0)
     result = [[0.0] * len(row) for row in values]

@@ -25,7 +25,7 @@ from hone.models.decoder import Attend
 
 BLOCK = 48
 """Queries computed together. A block reads keys up to its own end, so a long segment in blocks skips
-most of its masked pairs: 4.4 ms instead of 7.5 for 256 tokens. 32 to 64 measured alike."""
+most of its masked pairs: 4.4 ms instead of 7.5 for 256 tokens. 32 to 64 are equally fast."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -97,7 +97,7 @@ class SegmentAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [heads]
     ) -> Tensor:
-        """The values that every token sees, weighted, [N, heads * value_dim]."""
+        """The weighted values that each token sees, [N, heads * value_dim]."""
         if window not in self._plans:
             self._plans[window] = _plan(self._row, window, self._device, self._dtype)
         plan = self._plans[window]
@@ -251,7 +251,7 @@ class _Scores:
 
 
 def _anywhere(q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scores: _Scores) -> Tensor:
-    """Attention that the CPU's kernel does not have, by autograd's own graph."""
+    """Attention variants without a CPU kernel, computed with autograd's own graph."""
     parts = []
     for segment, blocks in plan.parts:
         ranges = (*segment.ancestors, (segment.start, segment.stop))

@@ -1,10 +1,10 @@
-"""The seam between the learner and a model: hidden states of a packed row, and the head.
+"""The interface between the learner and a model: hidden states of a packed row, and the head.
 
 In:   a PackedRow and an adapter or none
 Out:  hidden states with gradients of the adapter's tensors; the head that turns them into logits
 
-Two bodies exist: hone's own decoder, which is faster on a CPU, and the model of transformers, which
-runs on CUDA and knows every family. Both take the same adapters and write the same files.
+There are two bodies: hone's own decoder, which is faster on a CPU, and the transformers model,
+which runs on CUDA and supports every family. Both use the same adapters and write the same files.
 """
 
 import json
@@ -27,9 +27,9 @@ from hone.models.lora import Layout, Lora
 from hone.models.shape import own_decoder, restricted
 
 BODY = "HONE_LEARNER_BODY"
-"""Environment variable that replaces the choice of `load_body`: decoder or transformers."""
+"""Environment variable that overrides the choice of `load_body`: decoder or transformers."""
 MIN_HEAD_DIM = 16
-"""Narrowest heads that FlexAttention computes on CUDA."""
+"""Minimum head dimension that FlexAttention supports on CUDA."""
 
 
 class Body(Protocol):
@@ -53,7 +53,7 @@ class Body(Protocol):
         ...
 
     def layout_of(self, target_modules: Collection[str]) -> Layout:
-        """The linear layers of an adapter that covers these only; ConfigError if it cannot."""
+        """The linear layers of an adapter that covers only these; ConfigError if impossible."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Body(Protocol):
 
     @property
     def unshared(self) -> str:
-        """Why every path is computed by itself; empty: paths share their prefixes."""
+        """Why every path is computed separately; empty if paths share their prefixes."""
         ...
 
     @property
@@ -163,17 +163,17 @@ class DecoderBody:
         )
 
     def release(self, *, weights: bool) -> None:
-        """Its models are small ones; their weights stay."""
+        """Does nothing: its models are small, and their weights stay in memory."""
         free_cached(self.device)
 
     def restore(self) -> None:
-        """Nothing was taken away."""
+        """Does nothing: nothing was released."""
 
 
 def load_body(
     directory: Path, *, device: str, dtype: torch.dtype, memory: int | None = None
 ) -> Body:
-    """The body of an HF directory: on a CPU hone's own decoder where it knows the model.
+    """The body of an HF directory: on a CPU, hone's own decoder if it supports the model.
 
     `memory` replaces the learner's share of a GPU, in bytes.
     """

@@ -4,8 +4,9 @@ In:   JSON lines, each followed by as many bytes as it names; see LearnerProcess
 Out:  JSON lines on its original stdout: progress, results, and hone's errors; on stderr everything
       it does, for ROOT/logs/learner.log
 
-It sets what determines bits: thread count and deterministic algorithms. It ends when its stdin ends, so
-it cannot outlive the parent. An error that is not hone's ends it too, with a traceback on stderr.
+It sets everything that determines exact results: thread count and deterministic algorithms. It ends
+when its stdin ends, so it cannot outlive the parent. An error that is not hone's ends it too, with
+a traceback on stderr.
 
 A child launched before its first job loads on a low-priority thread, so that samples are not slowed
 down. That thread ends after loading: only the superuser can raise a priority again, and jobs need the
@@ -36,8 +37,8 @@ from hone.types import TrainConfig
 log = logging.getLogger("hone.learner")
 
 NICENESS = 10
-"""Niceness of loading at low priority: without a free core it still gets a tenth of one, and ends before
-the job that waits for it times out."""
+"""Niceness while loading at low priority: without a free core it still gets a tenth of one, and
+finishes before the job that waits for it times out."""
 
 
 class _Inbox:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from hone.learner.trie import PackedRow
 
 BLOCK = 128
-"""Tokens of a block of the mask, in both directions: the kernel's own granularity."""
+"""Size of a mask block in tokens, in both directions: the kernel's own granularity."""
 RECOMPILES = 64
-"""Versions of a layer: kinds of layers x lengths x with and without adapter."""
+"""Maximum number of compiled versions of a layer: kinds x lengths x with and without adapter."""
 
 BlockMasks = dict[int, Any]
-"""Window -> BlockMask; FULL: no window. A plain dictionary, because compiled code looks into it."""
+"""BlockMask by window; FULL means no window. A plain dict, because compiled code reads it."""
 FULL = 0
 
 

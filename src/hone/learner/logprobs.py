@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from hone.models.layers import COARSE, wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
-"""Logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the matmul."""
+"""Number of logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the
+matmul."""
 CUDA_CHUNK_BYTES = 1 << 30
 """The same on CUDA, where every chunk reads the whole head twice."""
 
@@ -178,7 +179,7 @@ class _LabelLogprobs(torch.autograd.Function):
 
 
 class Sums(NamedTuple):
-    """What the log-probabilities of a chunk need of its logits; [n, 1] each."""
+    """Sums over a chunk's logits from which its log-probabilities are computed; [n, 1] each."""
 
     most: Tensor
     best: Tensor

@@ -71,7 +71,7 @@ def per_label(labels: Labels, config: TrainConfig) -> Tensor:
 
 
 def one(labels: Labels, config: TrainConfig) -> Tensor:
-    """1: the advantages of DPO have the weight of their pair in them."""
+    """1 for every label: the advantages of DPO already include the weight of their pair."""
     return torch.ones(len(labels), dtype=torch.float64)
 
 

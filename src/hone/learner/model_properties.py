@@ -1,4 +1,4 @@
-"""What a transformers model does around its attention, inspected when it is loaded.
+"""Properties of a transformers model outside its attention, inspected when it is loaded.
 
 In:   a model
 Out:  ModelProperties: its head, the window of each attention layer, and whether paths share prefixes
@@ -20,7 +20,7 @@ from hone.learner import flex
 from hone.learner.logprobs import Head
 
 INSPECT = "hone_inspect"
-"""Name of the attention function, as transformers calls it."""
+"""Name under which the attention function is registered with transformers."""
 SHARED_LAYERS = frozenset(["full_attention", "sliding_attention"])
 """Kinds of layers that see ancestors only."""
 LENGTH_ROPES = frozenset(["dynamic", "longrope"])
@@ -29,7 +29,7 @@ LENGTH_ROPES = frozenset(["dynamic", "longrope"])
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What the mask function of a layer allows: `size` keys, or all (flex.FULL), or neither."""
+    """The keys that a layer's mask function allows: the last `size`, or all (flex.FULL)."""
 
     size: int
     regular: bool = True
@@ -37,13 +37,13 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class ModelProperties:
-    """What the inspection showed."""
+    """The result of the inspection."""
 
     head: Head
     windows: tuple[tuple[nn.Module, int], ...]
     """Attention modules with their windows; flex.FULL: none."""
     unshared: str
-    """Why every path is computed by itself; empty: paths share their prefixes."""
+    """Why every path is computed separately; empty if paths share their prefixes."""
 
 
 def _inspected_attention(
@@ -83,7 +83,7 @@ def _register() -> None:
 
 @torch.no_grad()
 def inspect_model(model: Any, stack: nn.Module) -> ModelProperties:
-    """Run a few tokens, and see what the model does around its attention."""
+    """Run a few tokens through the model and inspect what it does outside its attention."""
     text = model.config.get_text_config()
     _register()
     before = model.config._attn_implementation

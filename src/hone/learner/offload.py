@@ -1,10 +1,11 @@
 """Frozen weights that leave the GPU between two jobs.
 
 In:   a model whose parameters never change
-Out:  the same parameters, on the GPU or in the machine's memory
+Out:  the same parameters, on the GPU or in host memory
 
-vLLM and the learner share a GPU in turn. The weights are copied to the machine's memory once; after that
-only the way back to the GPU moves bytes. Parameters stay the same objects, so compiled code stays valid.
+vLLM and the learner take turns on a GPU. The weights are copied to host memory once; after that,
+bytes are only copied back to the GPU. Parameters stay the same objects, so compiled code stays
+valid.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 
 class HostWeights:
-    """The parameters of a model, and a copy of them in the machine's memory."""
+    """The parameters of a model, and a copy of them in host memory."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._parameters = list(dict.fromkeys(model.parameters()))
@@ -21,11 +22,11 @@ class HostWeights:
         self._away = False
 
     def release(self) -> None:
-        """Take the parameters from the GPU."""
+        """Free the parameters' GPU memory."""
         if self._away:
             return
         if not self._host:
-            pinned = self._device.type == "cuda"  # from there copies are several times as fast
+            pinned = self._device.type == "cuda"  # copies are then several times as fast
             self._host = [
                 torch.empty_like(parameter, device="cpu", pin_memory=pinned).copy_(parameter)
                 for parameter in self._parameters
@@ -35,7 +36,7 @@ class HostWeights:
         self._away = True
 
     def restore(self) -> None:
-        """Put them back; needs the memory they had."""
+        """Copy the parameters back to the GPU, which needs the same amount of memory."""
         if not self._away:
             return
         for parameter, host in zip(self._parameters, self._host, strict=True):
@@ -44,6 +45,6 @@ class HostWeights:
 
 
 def free_cached(device: torch.device) -> None:
-    """Give memory that torch keeps for later back to the GPU."""
+    """Return memory that torch's allocator caches to the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ In:   named parameters with gradients
 Out:  updated parameters; optimizer.safetensors
 
 A run that resumes without its moments takes steps of the wrong size until they have built up again,
-and nothing shows it. So the state is saved by parameter name, without pickle, and a resumed run
+without any visible sign. So the state is saved by parameter name, without pickle, and a resumed run
 continues bit for bit.
 """
 
@@ -28,7 +28,7 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 class AdamW:
     """torch.optim's function `adamw`, with a state that exists before the first step.
 
-    Not the class torch.optim.AdamW: to construct one imports torch's compiler, which takes five
+    Not the class torch.optim.AdamW: constructing one imports torch's compiler, which takes five
     seconds, half of a learner's start. A test compares both bit for bit.
     """
 

@@ -3,9 +3,9 @@
 In:   TrajectoryGroups
 Out:  token ids and log-probabilities as arrays, the rest as JSON, all compressed; and back
 
-The calls of a job repeat each other: the rollouts of a group have one prompt, a later turn begins with
-the turns before it. A call stores only the ids after its common prefix with the call before it. Bytes
-that earlier versions stored, which are JSON alone, are still read.
+The calls of a job overlap: the rollouts of a group share a prompt, and a later turn begins with the
+earlier ones. A call stores only the ids after its common prefix with the previous call. Bytes of
+earlier versions, which are plain JSON, can still be read.
 
 Packing and unpacking a large job takes seconds and holds the GIL. The server passes the bytes on
 unread; processes with an event loop let another process unpack them.
@@ -21,7 +21,7 @@ from typing import Any
 from hone.trajectory import TrajectoryGroup
 
 MARK = b"hone-groups-2\n"
-"""The first bytes; zlib's are others."""
+"""The first bytes, which differ from those of zlib."""
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
@@ -74,7 +74,7 @@ def _calls(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of it, by bisection: comparing slices takes no loop in Python."""
+    """Length of the common prefix, by bisection: comparing slices needs no Python loop."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -26,9 +26,9 @@ LOGPROBS = "learner_logprobs.npy"
 """Log-probabilities of all labels in the samples' order, float64; see StepResult.logprobs."""
 
 MAX_ROWS = 120
-"""Rows that are drawn at most; the title has the number of all rows."""
+"""Maximum number of rows drawn; the title states how many there are."""
 WIDE = 4
-"""More rows than this are drawn in two columns."""
+"""Number of rows above which the plot has two columns."""
 
 Floats = NDArray[np.float64]
 

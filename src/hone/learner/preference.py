@@ -8,7 +8,7 @@ different rows. So a pass without gradients comes first, with the weights that t
 gives the sequences' log-probabilities s. The loss is a function of s alone, and s is a sum over labels;
 by the chain rule the gradient of the loss is the sum over labels of dL/ds x the gradient of the label's
 log-probability. dL/ds is a number per sequence. Each row is then trained with it as a constant, so rows
-stay independent and the trie serves DPO as it serves GRPO.
+stay independent, and DPO uses the trie just as GRPO does.
 """
 
 from collections.abc import Sequence

@@ -35,11 +35,12 @@ class Reach:
 
     calls: int
     tokens: int
-    """Of all calls together, shared prefixes counted once; at least one call."""
+    """Maximum tokens of all calls together, with shared prefixes counted once; at least one
+    call."""
     context: int | None = None
-    """Tokens before the first trained one; None: all of them."""
+    """Tokens before the first trained one; None for all of them."""
     span: int | None = None
-    """Tokens from the first trained one on; None: to the end."""
+    """Tokens from the first trained one on; None for all to the end."""
     longest: int | None = None
     """Tokens of one call: an engine that scores a sequence holds all its logits at once."""
 

@@ -196,7 +196,7 @@ def _labelled(
 
 
 def _check(trajectory: Trajectory, config: TrainConfig, *, vocab: int, where: str) -> None:
-    """Refuse a trajectory that would train on something else than was sampled."""
+    """Refuse a trajectory that would train on anything other than what was sampled."""
     if config.credit != "outcome" and trajectory.shaped_rewards is None:
         raise SampleRefused(
             f"{where}: credit is {config.credit!r} and shaped_rewards is missing. Send one value "

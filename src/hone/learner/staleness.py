@@ -3,9 +3,9 @@
 In:   the steps that answered trained calls; the step a job starts from; TrainConfig.max_staleness
 Out:  None, or the reason for the refusal and what to do
 
-A call of an older step was sampled from another distribution than the one the job trains; the
+A call of an older step was sampled from a different distribution than the one the job trains; the
 importance weight corrects for that only in part, and the loss does not show it. The limit is checked
-twice, because another job may publish a step while this one waits in the queue.
+at submission and again at the start of the job, because another job may publish a step in between.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""The model of transformers as the learner's body: every family, on CUDA and on a CPU.
+"""A transformers model as the learner's body: every family, on CUDA and on a CPU.
 
 In:   an HF directory
 Out:  TransformersBody: hidden states of packed rows under the trie's attention
 
-The trie reaches the model as its attention function and as positions (depth in the trie); nothing
-else of the model changes. model_properties.py checks what the model does besides attention. A model in
-which a token's state depends on more than its ancestors (linear attention, state spaces, rotary
-angles that depend on the length) is computed path by path.
+The trie enters the model through its attention function and its positions (depth in the trie);
+nothing else in the model changes. model_properties.py checks what the model does besides attention.
+A model in which a token's state depends on more than its ancestors (linear attention, state spaces,
+rotary angles that depend on the length) is computed path by path.
 """
 
 import json
@@ -31,7 +31,7 @@ from hone.models.lora_linear import LoraModules, expert_modules, lora_linears
 from hone.models.shape import adapted_linears, restricted
 
 SEGMENTS, FLEX = "hone_segments", "hone_flex"
-"""Names of the attention functions, as transformers calls them."""
+"""Names under which the attention functions are registered with transformers."""
 FEED_FORWARD = frozenset(["up_proj", "gate_up_proj"])
 """Linear layers that only the feed-forward part has."""
 
@@ -159,8 +159,8 @@ class TransformersBody:
 
     def hidden(self, row: PackedRow, lora: Lora | None) -> Tensor:
         self._lora.attach(lora)
-        # A pass without gradients runs as one with them and drops what the backward pass would need:
-        # the same compiled code, so its log-probabilities differ by weights and by nothing else.
+        # A pass without gradients runs the same compiled code and drops what the backward pass would
+        # need, so its log-probabilities differ only by the weights.
         scoring = not torch.is_grad_enabled()
         if lora is not None:
             self._rank = lora.rank

@@ -8,7 +8,7 @@ beside the trie and belong to calls: two calls that sampled the same token have 
 and a completion quoted in a later prompt is only context there. Nodes without a label below them are
 left out; the last token of a call is one of them.
 
-The layout depends on the set of paths alone (they are sorted), not on their order.
+The layout depends only on the set of paths (they are sorted), not on their order.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from hone.learner.samples import LabelledCall, Sample
 Ints = NDArray[np.int64]
 
 ROW = 1024
-"""Tokens up to which a row takes unrelated subtrees: longer rows are no faster on a CPU and need more
-memory."""
+"""Length up to which a row is filled with unrelated subtrees: longer rows are no faster on a CPU and
+need more memory."""
 KEEP_WHOLE = 8
-"""A subtree that fits the budget is kept whole up to so many times the prefix that another row would
-repeat: cutting a larger one costs less than an eighth."""
+"""A subtree that fits the budget is kept whole up to this multiple of the prefix that another row
+would repeat: cutting a larger one costs less than an eighth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ def pack(
 ) -> Batch:
     """All calls of the samples as rows of at most `row_tokens`, or the longest path if longer.
 
-    `fill` puts unrelated subtrees into one row up to that length. Without `shared` every call is a row
-    of its own, for models in which a token's state depends on more than its ancestors.
+    `fill` puts unrelated subtrees into one row up to that length. Without `shared`, every call is a
+    separate row, for models in which a token's state depends on more than its ancestors.
     """
     calls = [call for sample in samples for call in sample.calls]
     # A path ends at the last label's parent; nothing below it is needed.

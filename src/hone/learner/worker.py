@@ -38,13 +38,13 @@ by libraries before the child's own code ran."""
 
 
 class LearnerSpec(Strict):
-    """The model and adapter of a learner's process, and the settings that determine its bits."""
+    """The model and adapter of a learner process, and the settings that determine exact results."""
 
     model_dir: Path
     base_model: str
     """Written into the adapter's configuration."""
     adapter_dir: Path | None = None
-    """Checkpoint to continue from; None: a new random adapter."""
+    """Checkpoint to continue from; None for a new random adapter."""
     rank: int = Field(default=8, gt=0)
     alpha: float = Field(default=16.0, gt=0)
     seed: int = 0
@@ -52,7 +52,7 @@ class LearnerSpec(Strict):
     device: str = "cpu"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     memory: int | None = Field(default=None, gt=0)
-    """Most bytes of a GPU that it may use; None: half of the GPU."""
+    """Maximum GPU memory that it may use, in bytes; None for half of the GPU."""
 
 
 class WorkerInfo(Strict):
@@ -134,7 +134,7 @@ class LearnerProcess:
 
     @property
     def alive(self) -> bool:
-        # Its output ends before the system has reaped it.
+        # Its output ends before the process is reaped.
         return not self._ended and self._process.poll() is None
 
     def when_ended(self, call: Callable[[], object]) -> None:
@@ -252,7 +252,7 @@ class LearnerProcess:
             while True:
                 message = self._next(what, silence_s)
                 if message["id"] != self._last_id:
-                    continue  # the answer to a request whose caller has left
+                    continue  # the answer to an abandoned request
                 if message["event"] != "progress":
                     answered = True
                     break
