@@ -20,7 +20,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""`model_type`s the decoder computes exactly as transformers does."""
+"""`model_type`s that the decoder computes exactly as transformers does."""
 
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ _COMPUTED = _words(
     "no_rope_layers no_rope_layer_interval rope_theta rope_scaling rope_parameters attention_bias "
     "mlp_bias"
 )
-"""Fields that the decoder implements or that have a check of their own."""
+"""Fields that the decoder implements or that are checked separately."""
 HARMLESS = _words(
     # names, versions and formats
     "_name_or_path architectures transformers_version dtype torch_dtype tokenizer_class "
@@ -75,7 +75,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "chunk_size_feed_forward": (0,),
 }
-"""Fields that are supported at these values only."""
+"""Fields that are supported only with these values."""
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),

@@ -9,7 +9,7 @@ share decides how long its rows are, and the same job must give the same bits.
 With a fixed split both keep their memory, and nothing is moved between sampling and training. It is
 used if vLLM then has a KV cache for SPLIT_SEQUENCES. Otherwise the two take turns with almost
 the whole GPU: vLLM sleeps while the learner trains, and while vLLM samples the learner moves its
-weights to the machine's memory if there is no room for both.
+weights to host memory if there is no room for both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,13 @@ from hone.models.shape import shape_of
 CONTEXT = 10**9
 """CUDA context, kernels and workspaces of one process. An assumption, not measured yet."""
 OVERHEAD = 4 * 10**9
-"""What vLLM needs besides weights and KV cache: context, activations, CUDA graphs, adapters. An
-assumption, not measured yet."""
+"""Memory that vLLM needs besides weights and KV cache: context, activations, CUDA graphs, adapters.
+An assumption, not measured yet."""
 ASLEEP = 4 * 10**9
-"""What vLLM keeps while it sleeps: context, CUDA graphs, workspaces. An assumption, not measured yet."""
+"""Memory that vLLM keeps while asleep: context, CUDA graphs, workspaces. An assumption, not measured
+yet."""
 SPARE_SHARE = 0.02
-"""Share of the GPU that no estimate uses."""
+"""Share of the GPU that is left free."""
 MOST_SEQUENCES = 256
 """Sequences of full length in vLLM's usual batch; a larger KV cache gains nothing."""
 SPLIT_SEQUENCES = 32
@@ -42,7 +43,7 @@ class Needs:
     """What a model needs on the GPU, in bytes."""
 
     weights: int
-    """vLLM's copy of the base weights; the learner has one of its own."""
+    """vLLM's copy of the base weights; the learner has its own."""
     kv_token: int
     """KV cache per token."""
     max_length: int
@@ -83,11 +84,11 @@ class CardPlan:
     kv: int
     """vLLM's KV cache."""
     learner: int
-    """Most that the learner may use while it trains."""
+    """Maximum that the learner may use while it trains."""
     learner_idle: int
     """What the learner keeps while vLLM samples."""
     sleeps: bool
-    """vLLM sleeps while the learner trains."""
+    """Whether vLLM sleeps while the learner trains."""
 
     @property
     def utilization(self) -> float:
@@ -96,7 +97,7 @@ class CardPlan:
 
     @property
     def offloads(self) -> bool:
-        """The learner's weights leave the GPU while vLLM samples."""
+        """Whether the learner's weights leave the GPU while vLLM samples."""
         return self.learner_idle <= CONTEXT
 
     @property
@@ -120,8 +121,9 @@ def plan_card(
 ) -> CardPlan:
     """Divide a GPU of `total` bytes.
 
-    `utilization` is the user's gpu_memory_utilization: it holds while vLLM samples. `sleep` False
-    requests a fixed split, True sleep mode; None chooses. Raises ModelTooLarge with what would fit.
+    `utilization` is the user's gpu_memory_utilization, which applies while vLLM samples. `sleep`
+    False requests a fixed split, True sleep mode; None chooses. Raises ModelTooLarge with what
+    would fit.
     """
     plan = _divided(total, needs, utilization, sleep)
     # vLLM itself checks whether it fits into the user's share: it measures, this estimates.

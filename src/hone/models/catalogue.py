@@ -28,10 +28,10 @@ class Entry:
 
     name: str
     parameters: int | None
-    """None if only the files tell."""
+    """None if it is only known from the files."""
     license: str
     here: str | None
-    """Its place on this machine; None: it must be pulled."""
+    """Its path on this machine; None if it must be pulled."""
 
 
 def entries() -> list[Entry]:
@@ -68,7 +68,7 @@ def pull(name: str, *, progress: Progress | None = None) -> ModelFiles:
 
 
 def describe(name: str, *, progress: Progress | None = None) -> list[tuple[str, str]]:
-    """Labels and values for `show`; of a model not on this machine, those of the table."""
+    """Labels and values for `show`; for a model that is not on this machine, from the table."""
     known = KNOWN.get(name)
     try:
         files = find(name, download=False, progress=progress)

@@ -55,7 +55,7 @@ class Layer:
     def merged(self, lora: Lora) -> "Layer":
         """A copy for inference with this adapter and the norms' weights merged into the matrices.
 
-        Only in float32: in a coarser type small changes would be rounded away.
+        Only in float32: in a coarser dtype, small changes would be rounded away.
         """
         assert self.out.weight.dtype == torch.float32, (
             "merging in a coarse type changes the adapter"

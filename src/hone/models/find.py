@@ -4,7 +4,7 @@ In:   a path, a name of ours, or a name on the hub
 Out:  ModelFiles, or ModelNotFound with the places searched, what was missing there, and what to do
 
 Local places are searched first. A place that has the name but not all files ends the search with the
-missing file: to search on would load other weights than the ones the user named.
+missing file: searching further could load weights other than those the user named.
 """
 
 import difflib
@@ -58,11 +58,11 @@ def find(name: str, *, download: bool = True, progress: Progress | None = None) 
 
 def canonical(name: str) -> str:
     """The one spelling of a model's name: the path of a directory or file, else the name itself."""
-    path = Path(os.path.expanduser(name))  # which leaves the name of nobody's home as it is
+    path = Path(os.path.expanduser(name))  # leaves ~name unchanged if there is no such user
     try:
         if _holds_model(path):
             return str(path.resolve())
-    except (OSError, ValueError):  # a name that no path can have
+    except (OSError, ValueError):  # not a valid file name
         pass
     return name
 

@@ -1,4 +1,4 @@
-"""Whether a model fits: the memory it needs, the memory there is, and a refusal before loading.
+"""Check whether a model fits: the memory it needs, the memory available, an error before loading.
 
 In:   a config.json and the use of the model
 Out:  Estimate in bytes; ModelTooLarge with needed and available, what to lower, what would fit
@@ -18,7 +18,7 @@ from hone.models.known import KNOWN
 from hone.models.shape import shape_of
 
 HEAD_ROWS = 1024
-"""Positions whose logits exist at once; the learner's chunks are never larger."""
+"""Number of positions whose logits are in memory at once; the learner's chunks are never larger."""
 
 ADAPTER_BYTES = 16
 """Per LoRA weight: float32 value, gradient and the two moments of AdamW."""
@@ -310,7 +310,7 @@ def require_fit(
     device: str = "cpu",
     available: int | None = None,
 ) -> Estimate:
-    """The estimate; raises ModelTooLarge if the memory does not suffice."""
+    """The estimate; raises ModelTooLarge if there is not enough memory."""
     wanted = {
         "dtype_bytes": dtype_bytes,
         "kv_tokens": kv_tokens,

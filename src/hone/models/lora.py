@@ -1,10 +1,10 @@
-"""LoRA adapters: tensors in memory, PEFT's files on disk, and the hash that names them.
+"""LoRA adapters: tensors in memory, PEFT's files on disk, and the hash that identifies them.
 
 In:   a model's linear layers, or a directory PEFT wrote
 Out:  Lora, which a model adds to its frozen layers
 
 An adapter is identified by the hash of its tensors' bytes, because names and step numbers are
-reused: a server could answer with last week's weights under today's name.
+reused: a server could otherwise serve old weights under a new name.
 """
 
 import hashlib
@@ -154,7 +154,7 @@ class Lora:
                 yield f"{_stem(path)}.lora_B.weight", b[i]
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters that an optimizer updates, with names of our own, in a fixed order."""
+        """The parameters that an optimizer updates, with hone's own names, in a fixed order."""
         leaves = []
         for key, (a, b) in self._factors.items():
             leaves.append((f"{key}.a", a))
@@ -216,7 +216,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in main memory, each in storage of its own: safetensors refuses to save views."""
+    """The tensors in main memory, each with its own storage: safetensors refuses to save views."""
     return {name: tensor.clone() for name, tensor in on_host(tensors).items()}
 
 

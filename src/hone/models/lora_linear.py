@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from hone.models.lora import Layout, Lora
 
 LONG = 2048
-"""Tokens of a row from which on a copy of a layer's weights costs less than another pass over its output."""
+"""Row length from which a copy of a layer's weights costs less than another pass over its
+output."""
 
 
 class LoraLinear(nn.Module):

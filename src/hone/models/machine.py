@@ -1,4 +1,4 @@
-"""The device and number type for this machine.
+"""The device and dtype for this machine.
 
 In:   the machine, and a device if the user names one
 Out:  a device name, a torch dtype, one switch of torch
@@ -38,9 +38,9 @@ def _plain_arm() -> bool:
 
 
 def choose(device: str | None = None) -> tuple[str, torch.dtype]:
-    """Device and number type for engine and learner.
+    """Device and dtype for engine and learner.
 
-    The default device is CUDA if there is any. The type is bfloat16 on CUDA devices with units for it,
+    The default device is CUDA if available. The dtype is bfloat16 on CUDA devices that support it,
     float32 elsewhere. A fixed rule: two processes of one machine must get the same answer, and a job
     the same bits, however busy the machine is.
     """

@@ -1,10 +1,10 @@
-"""The sizes of a model of any family: what its memory, its adapter and its requests depend on.
+"""The sizes of a model of any family, on which its memory, adapter and requests depend.
 
 In:   a config.json
 Out:  Shape, or ModelUnsupported if transformers does not know the family either
 
-Families of hone's own decoder are read without transformers, which takes seconds to import. Of others a
-model without weights is built and measured.
+Families of hone's own decoder are read without transformers, which takes seconds to import. For
+others, a transformers model without weights is built and measured.
 """
 
 import json
@@ -66,7 +66,7 @@ def _shape(config: str, where: str) -> Shape:
 
 
 def own_decoder(raw: Mapping[str, Any]) -> DecoderConfig | None:
-    """The configuration of hone's own decoder; None: it does not run this model."""
+    """The configuration of hone's own decoder; None if it does not support this model."""
     if raw.get("model_type") not in FAMILIES:
         return None
     try:

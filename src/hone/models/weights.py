@@ -30,7 +30,7 @@ from hone.models.files import weight_files
 
 Tensors = dict[str, Tensor]
 LAYOUT = 2
-"""Increased when the names, shapes or order of the converted tensors change."""
+"""Incremented when the names, shapes or order of the converted tensors change."""
 SHARE_FROM_BYTES = 64 << 20
 """Smaller models are converted in memory at every load: a cache file would save nothing."""
 
@@ -92,7 +92,7 @@ def _is_current(shared: Path) -> bool:
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return False
-    except OSError:  # unreadable now, which does not prove that it is outdated
+    except OSError:  # unreadable for now, which does not mean that it is outdated
         return True
 
 

@@ -30,7 +30,7 @@ class Wheel:
     sha256: str
     """Hash of that file."""
     original: str
-    """The hub's name of the unquantised model."""
+    """The hub's name of the unquantized model."""
 
     @property
     def requirement(self) -> str:
