@@ -495,7 +495,7 @@ async def test_a_temperature_that_vllm_would_raise_is_refused(
     await engine.close()
 
 
-async def test_a_server_whose_logprobs_are_of_raw_logits_is_refused(
+async def test_a_server_that_samples_otherwise_than_the_learner_is_refused(
     vllm: tuple[Standin, str], model: Path, tmp_path: Path
 ) -> None:
     standin, url = vllm
@@ -504,6 +504,13 @@ async def test_a_server_whose_logprobs_are_of_raw_logits_is_refused(
         await asyncio.to_thread(connect, model, url, tmp_path / "shared")
     standin.version = "0.19.1"
     with pytest.raises(EngineError, match=r"has vLLM 0\.19\.1; hone supports"):
+        await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    standin.version = "0.31.0"
+    config = json.loads((model / "config.json").read_text())
+    config["rope_scaling"] = {"type": "longrope", "original_max_position_embeddings": 256}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config | {"rope_parameters": None}))
+    with pytest.raises(EngineError, match=r"longrope.* Start vLLM with --max-model-len 256"):
         await asyncio.to_thread(connect, model, url, tmp_path / "shared")
     with pytest.raises(EngineError, match="no vLLM server with a model answers"):
         await asyncio.to_thread(connect, model, "http://127.0.0.1:9", tmp_path / "shared")

@@ -1,5 +1,6 @@
 """A vLLM server as a process: started, shown, watched, ended. A small package stands in for vLLM."""
 
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from tests.inference.conftest import write_vllm
 
-from hone.errors import EngineError, EngineFailed
+from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.inference.vllm_server import VllmServer, start_server
 
@@ -102,12 +103,12 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
-def server_of(model: Path, python: str, directory: Path) -> VllmServer:
+def server_of(model: Path, python: str, directory: Path, **args: Any) -> VllmServer:
     return start_server(
         str(model),
         environment=require_vllm(python),
         directory=directory,
-        args={},
+        args=args,
         dtype="float32",
         max_length=64,
         max_adapters=2,
@@ -168,6 +169,28 @@ def test_only_this_user_reaches_it(python: str, tmp_path: Path) -> None:
         assert listening == []
         assert not {"--host", "--port"} & set(psutil.Process(process.pid).cmdline())
     assert not directory.exists() and all_end(group)
+
+
+@pytest.mark.parametrize("longrope", [{"rope_type": "longrope"}, {"type": "su"}], ids=str)
+def test_a_model_with_longrope_is_served_up_to_its_long_factors(
+    python: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, longrope: Any
+) -> None:
+    """vLLM would use them for every sequence, transformers and the learner for longer ones only."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"rope_parameters": longrope, "original_max_position_embeddings": 32}
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config))
+    caplog.set_level(logging.INFO)
+    server = server_of(model, python, tmp_path / "engine")
+    assert server.process is not None and server.process.pid is not None
+    try:
+        assert server.max_length == 32
+        assert "--max-model-len=32" in psutil.Process(server.process.pid).cmdline()
+        assert "sequences of up to 32 tokens" in caplog.text
+    finally:
+        server.process.stop()
+    with pytest.raises(ConfigError, match=r"max_model_len: 64; .* is served up to 32 tokens"):
+        server_of(model, python, tmp_path / "engine", max_model_len=64)
 
 
 def test_a_server_that_cannot_answer_says_why(

@@ -242,6 +242,7 @@ FAMILIES = (
         _config("Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=16),
         "rotary angles change with the length",
         shared=False,
+        vllm=True,
     ),
     Family(
         "LFM2",

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from hone.errors import EngineError, EngineFailed
+from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.grammar import Grammars
 from hone.inference.vllm_args import RANKS, rank_limit, server_arguments
 from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
@@ -25,6 +25,8 @@ from hone.logs import say
 from hone.models.files import ModelFiles, linear_names, load_tokenizer
 from hone.models.find import find
 
+LONGROPE = ("longrope", "su")
+"""The kind of rotary embedding, by its name in a config.json and by an earlier one."""
 BASE_NAME = "base"
 """The name of the base model in a vLLM that hone starts."""
 
@@ -66,15 +68,15 @@ def start_server(
 ) -> VllmServer:
     """Start a vLLM server for a model by name. Blocking.
 
-    `max_length` holds unless `args` has a max_model_len; the model's own limit always does.
+    `max_length` holds unless `args` has a max_model_len; the model's own limit always does, and is an
+    error if `args` exceeds it.
     `env` is added to the environment of its processes. `less_memory` says what to do if its memory
     does not suffice. `start` is entered while the process starts, so that its owner can stop it.
     """
     files = find(name)
     sleeps = on_gpu and args.get("enable_sleep_mode") is not False
     args = {"dtype": dtype, **args}
-    positions = int(files.text_config["max_position_embeddings"])
-    length = min(int(args.get("max_model_len") or max_length), positions)
+    length = _length(name, files, args.get("max_model_len"), max_length)
     arguments = server_arguments(
         str(files.path),
         BASE_NAME,
@@ -116,6 +118,37 @@ def start_server(
     )
 
 
+def _length(name: str, files: ModelFiles, asked: Any, most: int) -> int:
+    """Most tokens of a sequence: those that were asked for, or `most` as far as the model goes."""
+    limit, long_from = int(files.text_config["max_position_embeddings"]), _long_from(files)
+    why = "that is its max_position_embeddings"
+    if long_from is not None:
+        limit = min(limit, long_from)
+        why = "vLLM would use the long factors of its longrope for shorter sequences too"
+    if asked is not None and int(asked) > limit:
+        raise ConfigError(
+            f"engine_args.max_model_len: {asked}; {name!r} is served up to {limit} tokens: {why}. "
+            f"Set it to {limit} or less."
+        )
+    if asked is None and long_from is not None and limit < most:
+        say(f"vLLM takes sequences of up to {limit} tokens: {why}", base_model=name)
+    return min(int(asked or most), limit)
+
+
+def _long_from(files: ModelFiles) -> int | None:
+    """The length from which on a model with longrope has other rotary angles; None for others.
+
+    transformers, and so the learner, chooses the angles by the length of each sequence; vLLM by the
+    longest that it takes.
+    """
+    config = files.text_config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    start = "original_max_position_embeddings"
+    length = rope.get(start) or config.get(start)
+    kind = rope.get("rope_type") or rope.get("type")
+    return int(length) if length and kind in LONGROPE else None
+
+
 def _kv_bytes(client: httpx.Client) -> int:
     body = {"method": "hone_kv_bytes"}
     response = client.post("http://vllm/collective_rpc", json=body, timeout=CONTROL_S)
@@ -131,6 +164,12 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
             check_version(version, where=url)
             cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
             card = next(card for card in cards if not card.get("parent"))
+            long_from = _long_from(files)
+            if long_from is not None and card["max_model_len"] > long_from:
+                raise EngineError(
+                    f"--engine-url {url}: it uses the long factors of longrope for every sequence, and "
+                    f"the learner does not. Start vLLM with --max-model-len {long_from}."
+                )
             check_logprobs(client, url, card["id"])
     except (httpx.HTTPError, StopIteration, KeyError, ValueError) as error:
         raise EngineError(
