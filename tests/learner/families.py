@@ -74,6 +74,34 @@ def _config(name: str, **more: Any) -> Callable[[], Any]:
     return make
 
 
+def _with_vision(name: str, text: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    """The configuration of a model that also reads images, over that of its language model."""
+
+    def make(**sizes: Any) -> Any:
+        import transformers
+
+        language = text(**sizes, final_logit_softcapping=None).to_dict()
+        return getattr(transformers, name)(text_config=language, vision_config=VISION, **more)
+
+    return make
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3 = _config(
+    "Gemma3TextConfig",
+    head_dim=16,
+    sliding_window=7,
+    layer_types=SLIDING_THEN_FULL,
+    query_pre_attn_scalar=20,
+    final_logit_softcapping=3.0,
+)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -125,16 +153,14 @@ FAMILIES = (
     ),
     Family(
         "Gemma 3",
-        _config(
-            "Gemma3TextConfig",
-            head_dim=16,
-            sliding_window=7,
-            layer_types=SLIDING_THEN_FULL,
-            query_pre_attn_scalar=20,
-            final_logit_softcapping=3.0,
-        ),
+        GEMMA3,
         "window 7 on every other layer, two ropes, four norms, scaled embedding, capped logits",
         vllm=True,
+    ),
+    Family(
+        "Gemma 3 with vision",
+        _with_vision("Gemma3Config", GEMMA3, mm_tokens_per_image=4),
+        "as Gemma 3, with plain logits; beside it a vision tower, which no adapter covers",
     ),
     Family(
         "Gemma 2",

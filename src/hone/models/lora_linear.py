@@ -118,16 +118,18 @@ def lora_linears(model: nn.Module) -> tuple[LoraLinear, ...]:
     return tuple(module for module in model.modules() if isinstance(module, LoraLinear))
 
 
-def linear_layers(model: nn.Module, head: nn.Module | None) -> Mapping[str, tuple[int, int]]:
+def linear_layers(model: nn.Module, decoder: nn.Module) -> Mapping[str, tuple[int, int]]:
     """Outputs and inputs of every linear layer that an adapter covers by default, by path.
 
-    All but the language-model head and the routers of experts. Experts are no linear layers in
+    All of the model's decoder but the routers of experts: not the language-model head, and no vision
+    tower, through which no token of a text passes. Experts are no linear layers in
     transformers (one three-dimensional parameter holds them all), so they stay frozen.
     """
+    covered = set(decoder.modules())
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not _routes(path)
+        if isinstance(module, nn.Linear) and module in covered and not _routes(path)
     }
 
 

@@ -163,7 +163,7 @@ def adapted_linears(raw: Mapping[str, Any], model: Any) -> "Layout":
         return decoder
     from hone.models.lora_linear import linear_layers
 
-    linears = linear_layers(model, model.get_output_embeddings())
+    linears = linear_layers(model, model.get_decoder())
     return Linears({path: ((path, *size),) for path, size in linears.items()})
 
 
