@@ -8,10 +8,13 @@ import torch
 from tests.learner.test_families import samples
 from tests.learner.test_forward import random_samples
 from torch import Tensor
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from hone.learner import flex
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
+from hone.models.lora_linear import LONG, LoraLinear
 
 
 def padded(seed: int, length: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,7 @@ def test_ragged_rows_compile_once():
     """FlexAttention of fifty rows of one padded length is one graph, with and without a window."""
     from torch._dynamo.testing import CompileCounter
 
-    flex.allow_recompiles()
+    flex.configure_compiler()
     torch._dynamo.reset()
     counter = CompileCounter()
     module = torch.nn.Module()
@@ -85,6 +88,51 @@ def test_ragged_rows_compile_once():
             )[0]
             torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
+    """Their product and the normalised input are computed again in the backward pass."""
+    flex.configure_compiler()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = Qwen2Config(hidden_size=16, intermediate_size=64, hidden_act="silu")
+    norm, part = Qwen2RMSNorm(16).double(), Qwen2MLP(config).double()
+    factors: list[Tensor] = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        adapted = LoraLinear(part.get_submodule(name))  # pyright: ignore[reportArgumentType]
+        adapted.a = torch.randn(2, adapted.in_features).double().requires_grad_()
+        adapted.b = torch.randn(adapted.out_features, 2).double().requires_grad_()
+        adapted.one_product = True
+        factors += [adapted.a, adapted.b]
+        setattr(part, name, adapted)
+    for parameter in (*norm.parameters(), *part.parameters()):
+        parameter.requires_grad_(False)
+    x = torch.randn(1, LONG, 16).double().requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        return x + part(norm(x))
+
+    def gradients(run: Any) -> tuple[list[int], list[Tensor]]:
+        """Widths of the tensors that are stored per token, and the gradients."""
+        stored: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.numel() % LONG == 0:
+                stored[tensor.untyped_storage().data_ptr()] = tensor.numel() // LONG
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = run(x)
+        return sorted(stored.values()), list(torch.autograd.grad(out.square().sum(), [x, *factors]))
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", dynamic=False)
+    stored, ours = gradients(compiled)
+    eager, theirs = gradients(layer)
+    assert [width for width in stored if width > 2] == [16, 64, 64], stored
+    assert eager.count(64) > 2, eager
+    torch.testing.assert_close(ours, theirs)
     torch._dynamo.reset()
 
 
@@ -155,7 +203,7 @@ def test_reaching_the_limit_of_recompilations_is_an_error(monkeypatch):
     compiled = torch.compile(double, backend="eager", dynamic=False)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=False):
-        flex.allow_recompiles()
+        flex.configure_compiler()
         for length in range(1, flex.RECOMPILES + 1):
             compiled(torch.ones(length))
         with pytest.raises(FailOnRecompileLimitHit):

@@ -31,13 +31,20 @@ BlockMasks = dict[int, Any]
 FULL = 0
 
 
-def allow_recompiles() -> None:
-    """Raise torch's limit of recompilations, and make reaching it an error."""
+def configure_compiler() -> None:
+    """Settings of torch's compiler for the layers.
+
+    Reaching the limit of recompilations, which is raised, becomes an error. What is cheap to compute from
+    other stored tensors is not stored for the backward pass: the product of gate and up, normalised
+    inputs, keys and values of every head. By default torch stores whatever a matrix product reads.
+    """
     import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILES)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * RECOMPILES)
     dynamo.fail_on_recompile_limit_hit = True
+    functorch.ban_recompute_materialized_backward = False
 
 
 def trie_mask(leave: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

@@ -78,7 +78,7 @@ class TransformersBody:
         if self._flex:
             for linear in lora_linears(model):
                 linear.one_product = True
-            flex.allow_recompiles()
+            flex.configure_compiler()
             for module in experts:
                 # Which experts run depends on the tokens, so their code is not compiled.
                 module.forward = torch.compiler.disable(module.forward)
