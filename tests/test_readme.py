@@ -72,9 +72,10 @@ def _on_a_gpu() -> list[float]:
         measured = run["measured"]
         rates = [m["logical_tokens_per_s"] for m in measured if "logical_tokens_per_s" in m]
         ratios = [m["ratio"] for m in measured if "ratio" in m]
-        ends = ("hone_tokens_per_s", "vllm_tokens_per_s")
+        ends = ("hone_tokens_per_s", "vllm_tokens_per_s", "hone_s", "trl_s")
         served = [m[end] for m in measured for end in ends if end in m]
-        values += [*rates, *ratios, *served, *(rates[0] / rate for rate in rates[1:])]
+        in_turn = [rate for m in measured for rate in (*m.get("trie", ()), *m.get("peft", ()))]
+        values += [*rates, *ratios, *served, *in_turn, *(rates[0] / rate for rate in rates[1:])]
     return values
 
 
