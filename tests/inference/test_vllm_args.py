@@ -12,15 +12,22 @@ from hone.inference.vllm_args import (
 )
 from hone.inference.vllm_process import check_version, find_vllm, require_vllm
 
-KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "dtype"}
+KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "max_model_len"}
+KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras"}
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("gpu_memory_utilization", 0.9),
+        ("gpu_memory_utilization", 1),
         ("max_num_seqs", 64),
+        ("max_num_seqs", "1k"),
         ("max_lora_rank", 64),
+        ("max_model_len", 4096),
+        ("max_loras", None),
+        ("max_lora_rank", None),
+        ("max_model_len", None),
         ("generation_config", "vllm"),
         ("enable_lora", True),
         ("trust_remote_code", False),
@@ -47,6 +54,13 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("max_loras", 1, "1; hone needs 3 or more"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
         ("inference_gpu_ids", ["0"], "is no list of GPU numbers"),
+        # hone computes with these, so they are numbers, although vLLM reads some as text.
+        ("max_model_len", "16k", "'16k'; expected a whole number above 0"),
+        ("max_model_len", -1, "-1; expected a whole number above 0"),
+        ("max_cpu_loras", "4", "'4'; expected a whole number above 0"),
+        ("tensor_parallel_size", 1.5, "1.5; expected a whole number above 0"),
+        ("gpu_memory_utilization", "0.9", "'0.9'; expected a number above 0 and up to 1"),
+        ("gpu_memory_utilization", 90, "90; expected a number above 0 and up to 1"),
     ],
 )
 def test_what_hone_decides_and_what_vllm_does_not_know_is_refused(

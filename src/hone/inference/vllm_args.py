@@ -24,6 +24,9 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_LOGPROBS = 20
 """Alternatives per token that the OpenAI API may request."""
 
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""vLLM needs as many GPUs as their product."""
+_COUNTS = (*SIZES, "max_model_len", "max_loras", "max_cpu_loras")
 _CODE = "it can load code, which a client of the server must not; leave it out"
 _SAMPLING = "it would change the log-probabilities that jobs are trained with; leave it out"
 _PUBLISH = "hone loads the adapters; leave it out"
@@ -101,7 +104,17 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
         raise ConfigError(f"{where}: this vLLM has no such argument.{did_you_mean(key, known)}")
     if isinstance(value, list) and any(str(item).startswith("-") for item in value):
         raise ConfigError(f"{where}: {value!r} has an item that begins with '-'")
-    if key == "max_loras" and (type(value) is not int or value < MIN_LORAS):
+    if value is not None:
+        _check_value(where, key, value)
+
+
+def _check_value(where: str, key: str, value: Any) -> None:
+    """Refuse values of the arguments that hone computes with."""
+    if key in _COUNTS and (type(value) is not int or value < 1):
+        raise ConfigError(f"{where}: {value!r}; expected a whole number above 0")
+    if key == "gpu_memory_utilization" and (type(value) not in (int, float) or not 0 < value <= 1):
+        raise ConfigError(f"{where}: {value!r}; expected a number above 0 and up to 1")
+    if key == "max_loras" and value < MIN_LORAS:
         raise ConfigError(
             f"{where}: {value!r}; hone needs {MIN_LORAS} or more, else requests of a new step wait "
             "for those of the old one"

@@ -25,7 +25,14 @@ from typing import Any
 
 from hone.errors import ConfigError, EngineError
 from hone.inference.base import Engine
-from hone.inference.vllm_args import GPU_IDS, INFERENCE_IDS, TRAINER_IDS, check_arg, rank_limit
+from hone.inference.vllm_args import (
+    GPU_IDS,
+    INFERENCE_IDS,
+    SIZES,
+    TRAINER_IDS,
+    check_arg,
+    rank_limit,
+)
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
 from hone.logs import say
 from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
@@ -40,7 +47,6 @@ CheckArg = Callable[[str, str, Any], bool]
 engine."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -311,7 +317,7 @@ def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> G
     trainer_gpu_ids the learner takes the server's device.
     """
     needed = 1
-    for key in _SIZES:
+    for key in SIZES:
         needed *= int(args.get(key) or 1)
     first = int((device or "").partition(":")[2] or 0)
     inference = _existing(args, INFERENCE_IDS, count)
@@ -319,7 +325,7 @@ def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> G
     present = count if inference is None else len(inference)
     if needed > max(1, present):
         raise ConfigError(
-            f"engine_args: {' x '.join(_SIZES)} is {needed}, and {present} GPUs are present; lower it"
+            f"engine_args: {' x '.join(SIZES)} is {needed}, and {present} GPUs are present; lower it"
         )
     if trainer is not None and len(trainer) > 1:
         raise ConfigError(
