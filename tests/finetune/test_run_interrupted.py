@@ -1,4 +1,4 @@
-"""`hone finetune` after Ctrl-C: what it says, what it leaves, and that it goes on."""
+"""`hone finetune` after Ctrl-C, or without its server: what it says and leaves, and that it goes on."""
 
 import asyncio
 import json
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes import MemoryAdapter
+from tests.fakes import MemoryAdapter, ScriptedBuilder
 from tests.finetune.command import Command, Parts, rising
+
+from hone.errors import HoneError, ServerError
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -113,3 +115,46 @@ def test_ctrl_c_while_a_failed_run_is_taken_up_again_leaves_its_report_as_it_is(
     Parts.adapter = Starting()
     assert command() == 130
     assert (command.out / "report.html").read_bytes() == before
+
+
+class Lost(MemoryAdapter):
+    """Its server ends by itself while the rollouts of the second epoch run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = asyncio.Event()
+
+    async def ended(self) -> HoneError:
+        await self.dead.wait()
+        return ServerError("the server ended with exit status -9")
+
+
+class Calling(ScriptedBuilder):
+    """Clients of its agents retry for minutes once the server is gone."""
+
+    cancelled = False
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        assert meta is not None
+        await super().start_run(run_id, meta)
+        if meta["epoch"] == 1 and isinstance(Parts.adapter, Lost):
+            Parts.adapter.dead.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                Calling.cancelled = True
+
+
+def test_a_server_that_ends_by_itself_ends_the_run_at_once(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    Parts.builder, Parts.adapter = Calling(rising), Lost()
+    assert command() == 1
+    assert Calling.cancelled
+    assert caplog.records[-1].message == (
+        f"the server ended with exit status -9\nThe same command resumes run {command.run_id}."
+    )
+    ran, Parts.adapter = list(Parts.builder.ran), MemoryAdapter()
+    assert command() == 0
+    assert Parts.builder.ran == ran, "no rollout is repeated"
+    assert [event["epoch"] for event in command.events("job_done")] == [0, 1]

@@ -166,7 +166,11 @@ async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
     async with LocalBackend(tmp_path) as backend:
         model = TrainableModel(name="agent", base_model=str(tiny_model))
         await backend.register(model)
+        ended = asyncio.create_task(backend.ended())
+        await backend.step(model)
+        assert not ended.done()
         os.kill(server_pid(backend), signal.SIGKILL)
+        assert "ended with exit status -9" in str(await asyncio.wait_for(ended, 60))
         started = time.monotonic()
         with pytest.raises(ServerError, match="ended with exit status -9") as caught:
             await backend.step(model)

@@ -82,6 +82,11 @@ class Server:
         """Why a retry is pointless; None if it is not."""
         return None
 
+    async def ended(self) -> HoneError:
+        """Wait until the server has ended for good, and return why; one that may come back never has."""
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
+
     @property
     def log_place(self) -> str:
         """Where the server's log is, for messages."""

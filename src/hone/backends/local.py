@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -129,6 +130,21 @@ class LocalBackend(RemoteBackend):
             f"{server.returncode}. Its log: {self.log_place}\n{self._last_output()}"
         )
 
+    async def ended(self) -> HoneError:
+        server = self._server
+        if server is None:
+            return await super().ended()
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+
+        def wait() -> None:
+            server.wait()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(is_over.set)
+
+        threading.Thread(target=wait, daemon=True).start()
+        await is_over.wait()
+        return self.lost() or await super().ended()  # `stop` ended it
+
     def start(self) -> None:
         """Start the server and wait until it is ready."""
         with self._lock:
@@ -145,6 +161,7 @@ class LocalBackend(RemoteBackend):
             if not line:
                 raise self._failed_to_start(ended=line is not None)
             address: dict[str, Any] = json.loads(line)
+            self._output_start = self.output.stat().st_size  # after the lines of a good start
             self.base_url = f"http://127.0.0.1:{address['port']}"
             atexit.register(self.stop)
 

@@ -131,6 +131,9 @@ class ARTTrainerAdapter(TrainerAdapter):
         except HoneError as error:
             raise Unreachable(self.no_connection(str(error))) from error
 
+    async def ended(self) -> HoneError:
+        return await self.backend.ended()
+
     def no_connection(self, why: str) -> str:
         """The error message for a server that cannot be reached."""
         config, url = self.adapter_config.backend, self.backend.base_url

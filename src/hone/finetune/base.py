@@ -25,7 +25,7 @@ from hone.config.base import (
 )
 from hone.config.build import Served
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
-from hone.errors import ConfigError, NotInThisVersion
+from hone.errors import ConfigError, HoneError, NotInThisVersion
 from hone.evaluation.base import EvalOutputItem
 from hone.evaluation.run import Evaluation, EvaluationRunOutput
 from hone.event_log import EventLog
@@ -186,6 +186,11 @@ class TrainerAdapter(ABC):
 
     @abstractmethod
     async def is_healthy(self) -> bool: ...
+
+    async def ended(self) -> HoneError:
+        """Wait until the backend has ended for good, and return why; the run then ends at once."""
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
 
     @abstractmethod
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:

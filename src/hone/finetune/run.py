@@ -16,16 +16,18 @@ import logging
 import shlex
 import sys
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hone.config.build import Builder, build
 from hone.config.policy import describe
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig
 from hone.config.secrets import Secrets
 from hone.disk import write_atomic
-from hone.errors import ConfigError, HoneError
+from hone.errors import ConfigError, HoneError, ServerError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.event_log import FILE, EventLog
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
@@ -39,6 +41,7 @@ from hone.finetune.resume import RunState
 from hone.report.display import Display
 from hone.report.text import counted
 from hone.sinks.loggers import Loggers
+from hone.tally import cancel_all
 from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
@@ -200,7 +203,24 @@ class Run:
                 run_id=self.journal.run_id,
             )
             self._refuse_failed(checks)
-        return await trainer.run(config.num_epochs)
+        return await self._while_served(adapter, trainer.run(config.num_epochs))
+
+    async def _while_served(
+        self, adapter: TrainerAdapter, work: Coroutine[Any, Any, list[TrainingJobStatus]]
+    ) -> list[TrainingJobStatus]:
+        """The result of the work; raises ServerError as soon as the backend has ended for good.
+
+        Otherwise every rollout would fail on its own, after the retries of its clients.
+        """
+        working, ended = asyncio.create_task(work), asyncio.create_task(adapter.ended())
+        try:
+            await asyncio.wait((working, ended), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            why = ended.result()
+            raise ServerError(f"{why}\nThe same command resumes run {self.journal.run_id}.")
+        finally:
+            await cancel_all((working, ended))
 
     async def _evaluation(self, builder: Builder, dataset: Path | None) -> Evaluation:
         endpoint = self.options.endpoint
