@@ -158,7 +158,7 @@ def test_what_fails_says_why(address: str):
             model="agent", messages=[{"role": "user", "content": "broken"}]
         )
     for path, body, why in (
-        ("/generate", b"{", "the body is no JSON"),
+        ("/generate", b"{", "the body is not JSON"),
         ("/v1/chat/completions", b"{}", "messages: has no message"),
         (
             "/v1/chat/completions",
@@ -286,8 +286,8 @@ def test_a_program_behind_the_service_makes_its_calls_in_the_rollout(
     [
         ('data: {"value": "a\u2028b"}\n\n', "a\u2028b"),
         ('data: {"value": "x"}\r\n\r\n', "x"),
-        ('data: "x"\n\n', "a line that is no JSON object: '\"x\"'"),
-        ("data: {\n\n", "a line that is no JSON object: '{'"),
+        ('data: "x"\n\n', "a line that is not a JSON object: '\"x\"'"),
+        ("data: {\n\n", "a line that is not a JSON object: '{'"),
     ],
 )
 async def test_lines_of_any_service_are_read(answer: str, value: str):

@@ -308,7 +308,7 @@ def train_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     for theirs, ours in RENAMED.items():
         if theirs in keys:
             keys[ours] = keys.pop(theirs)
-    # In ART, null means the default. For these keys of hone, null is a value of its own.
+    # In ART, null means the default. For these keys of hone, null has a meaning.
     nullable = ("importance_cap", "row_tokens", "max_staleness", "scale_rewards", "epsilon_high")
     return {key: value for key, value in keys.items() if value is not None or key in nullable}
 

@@ -145,7 +145,7 @@ def storage(path: Path) -> Iterator[None]:
                 f"{where}: the disk is full ({error}). Free some space on the disk that holds it."
             ) from error
         raise StorageError(
-            f"{where}: the file cannot be read or written just now ({error}). Nothing was changed; "
+            f"{where}: the file cannot be read or written at the moment ({error}). Nothing was changed; "
             "look at the disk, the permissions and the limit of open files (ulimit -n)."
         ) from error
 

@@ -24,7 +24,7 @@
     |   |-- SampleRefused                 a trajectory that cannot be trained on as sent
     |   |-- Cancelled                     the job was cancelled
     |   |-- LearnerDied                   the learner's process ended during the job
-    |   |-- OutOfMemory                   the memory of a GPU did not suffice for the job
+    |   |-- OutOfMemory                   a GPU ran out of memory during the job
     |   |-- NotProved                     the engine does not serve the trained adapter
     |   `-- TrainingFailed                raised by a client for a job that failed on its server
     `-- ServerError (RuntimeError)        the operator must act
@@ -197,7 +197,7 @@ class LearnerDied(TrainingError):
 
 
 class OutOfMemory(TrainingError):
-    """The memory of a GPU did not suffice for the job; says what to reduce."""
+    """A GPU ran out of memory during the job; says what to reduce."""
 
 
 class NotProved(TrainingError):

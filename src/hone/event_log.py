@@ -115,14 +115,14 @@ class EventReader:
             raise StateError(
                 f"{where} (expected a JSON object with 'at' and 'type', got "
                 f"{line[:60].decode('utf-8', 'replace')!r}). Only a last line can be torn: restore "
-                "the file from a backup, or start anew with --fresh."
+                "the file from a backup, or start a new run with --fresh."
             )
         try:
             return parse(fields)
         except ValidationError as error:
             raise StateError(
                 f"{where} of type {fields['type']!r} ({first_error(error)}). Restore the file from a "
-                "backup, or start anew with --fresh."
+                "backup, or start a new run with --fresh."
             ) from None
 
 

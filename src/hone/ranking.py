@@ -193,7 +193,7 @@ async def _ask(
     llm: LLM, messages: Messages, ids: Sequence[str], attempts: int, *, debug: bool
 ) -> dict[str, TrajectoryScore]:
     """A score for every id."""
-    import openai  # here: it takes a second
+    import openai  # imported here: it takes a second
 
     who = f"judge {llm.name or llm.model!r}"
     form: dict[str, Any] = {"response_format": _schema(ids)}

@@ -272,7 +272,7 @@ async def _body(request: Request) -> Any:
     try:
         return json.loads(await request.body())
     except (ValueError, RecursionError):
-        raise BadRequest('the body is no JSON; send {"input_message": ...}') from None
+        raise BadRequest('the body is not JSON; send {"input_message": ...}') from None
 
 
 def _input(body: Any) -> Any:

@@ -168,7 +168,7 @@ def test_files_that_cannot_be_put_in_are_all_told(write: Write):
     loaded = load(write("a: file://nowhere.md\nb: file://data.json\n"))
     assert [str(p) for p in loaded.problems] == [
         "a.yml:1: a: 'file://nowhere.md' cannot be read from .: No such file or directory",
-        "a.yml:2: b: 'file://data.json' is no text file hone reads; it may end in .txt, .md, .j2, "
+        "a.yml:2: b: 'file://data.json' is not a text file that hone reads; it may end in .txt, .md, .j2, "
         ".jinja2, .jinja, .prompt, .tpl or .template",
     ]
 

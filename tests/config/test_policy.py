@@ -118,7 +118,7 @@ def test_where_several_could_be_meant_the_key_to_set_is_named(
 
 def test_a_policy_of_one_fixed_step_cannot_be_trained(tmp_path: Path):
     doc = document(tmp_path, policy="_type: trainable, model_name: agent@best")
-    with pytest.raises(ConfigError, match="asks for one fixed step; leave out '@best'"):
+    with pytest.raises(ConfigError, match="requests one fixed step; leave out '@best'"):
         choose_policy(doc, TRAINED)
     # `hone eval` may ask for it.
     assert sent(doc, None) == {"policy": "agent@best"}

@@ -80,7 +80,9 @@ def test_a_factory_must_yield():
     async def factory(config: Returns, builder: Builder) -> object:
         return None
 
-    with pytest.raises(ConfigError, match=r"factory\b.* is no async generator; write `async def"):
+    with pytest.raises(
+        ConfigError, match=r"factory\b.* is not an async generator; write `async def"
+    ):
         register_function(Returns)(factory)  # pyright: ignore[reportArgumentType]  # the mistake
     assert registry.find("function", "test_registry_returns") is None
 

@@ -58,7 +58,7 @@ def test_rollouts_that_failed_are_run_anew(
         in (finetune.outputs[-1])
     )
     assert (
-        "run the same command again: rollouts that gave nothing to train on are run anew"
+        "run the same command again: rollouts that gave nothing to train on are run again"
         in (finetune.outputs[-1])
     )
 

@@ -130,7 +130,7 @@ def test_answers_of_another_endpoint_are_trained(
         assert finetune.run() == 0, finetune.outputs[-1]
     assert "no entry of `llms` asks there" in finetune.outputs[-1]
     assert (
-        "trained off-policy, from its text and logprobs (allow_foreign_endpoint)"
+        "trained off-policy, from their text and logprobs (allow_foreign_endpoint)"
         in (finetune.outputs[-1])
     )
     jobs = server.jobs("foreign/trained")

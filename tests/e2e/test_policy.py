@@ -99,8 +99,8 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
     assert prepared.run() == 0, prepared.outputs[-1]
     assert (
         f"llms.policy is trained and sends '{SENT}'. llms.helper and llms.judge send '{SENT}@0': "
-        "the base weights, which are not trained. A client of the agent's own that asks for "
-        f"'{QWEN}' inside a rollout gets '{SENT}'."
+        "the base weights, which are not trained. The agent's own clients that request "
+        f"'{QWEN}' inside a rollout get '{SENT}'."
     ) in prepared.outputs[-1]
     jobs = server.jobs(SENT)
     assert [job["step"] for job in jobs] == [1, 2]

@@ -95,7 +95,7 @@ def test_two_rows_of_one_id_are_an_error(tmp_path: Path, rows: list[dict[str, An
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, rows)
     assert message in str(caught.value)
-    assert "give each row an id of its own" in str(caught.value)
+    assert "give each row its own id" in str(caught.value)
 
 
 def test_blank_questions_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -295,7 +295,7 @@ async def test_items_are_prepared_by_the_configured_function(
         ({"reps": 2, "skip_workflow": True}, "does not go with --skip_workflow"),
         ({"skip_workflow": True, "skip_completed_entries": True}, "choose one"),
         ({"dataset": Path("nowhere.csv")}, "--dataset nowhere.csv: no such file"),
-        ({"result_json_path": "$["}, "'$[' is no JSONPath"),
+        ({"result_json_path": "$["}, "'$[' is not a JSONPath"),
     ],
 )
 async def test_options_that_cannot_be(bench: Workbench, options: dict[str, Any], message: str):
@@ -330,7 +330,7 @@ async def test_an_evaluation_that_was_stopped_goes_on(
     _, message = await asyncio.to_thread(child.communicate)
     gate.set()
     assert child.returncode == -how
-    warning = "interrupted; --skip_completed_entries goes on from here"
+    warning = "interrupted; --skip_completed_entries continues from here"
     assert (warning in message) == (how == signal.SIGINT)
     assert not (bench.out / "workflow_output.json").exists()
     server = says(endpoint, "a2")

@@ -106,9 +106,9 @@ def test_regex(output: Any, expected: Any, options: Any, right: int):
 
 
 def test_a_bad_pattern_is_the_author_s():
-    with pytest.raises(ValidationError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValidationError, match=r"'\(' is not a regular expression"):
         Regex(pattern="(")
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         value(Regex(), "x", "(")
     with pytest.raises(ConfigError, match=r"has no group 2; there are \[1, 'a'\]"):
         value(Regex(pattern="(?P<a>x)", group=2), "x", "x")
@@ -140,7 +140,7 @@ def test_numeric(output: Any, expected: Any, options: Any, right: int):
 
 def test_numeric_wants_a_number_of_the_row():
     assert reason(Numeric(), "no idea", 4) == "no number in the output"
-    with pytest.raises(ConfigError, match="expects 'four', which is no number"):
+    with pytest.raises(ConfigError, match="expects 'four', which is not a number"):
         value(Numeric(), "4", "four")
 
 
@@ -180,7 +180,7 @@ def test_json_that_cannot_be_read():
     assert "the output is not JSON" in reason(JsonMatch(), "nothing", {"a": 1})
     with pytest.raises(ConfigError, match="what it expects is not JSON"):
         value(JsonMatch(), {"a": 1}, "{")
-    with pytest.raises(ValidationError, match=r"'\$\[' is no JSONPath"):
+    with pytest.raises(ValidationError, match=r"'\$\[' is not a JSONPath"):
         JsonMatch(paths=["$["])
 
 

@@ -215,7 +215,7 @@ def test_a_directory_that_cannot_be(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"eval\.evaluators\.workflow: its scores would be"):
         out.prepare(["workflow"], keep=False)
     (tmp_path / "workflow_output.json").write_text("[{")
-    with pytest.raises(ConfigError, match=r"not JSON .* remove it to start anew"):
+    with pytest.raises(ConfigError, match=r"not JSON .* remove it to start over"):
         out.finished()
     (tmp_path / "workflow_output.json").unlink()
     (tmp_path / "finished.jsonl").write_text("{}}\n")

@@ -195,7 +195,7 @@ async def test_the_output_is_what_the_path_finds(returned: Any, path: str, outpu
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("prose", "result_json_path $.city: the workflow returned text that is no JSON"),
+        ("prose", "result_json_path $.city: the workflow returned text that is not JSON"),
         (
             {"town": 1},
             "result_json_path $.city: nothing is at $.city of what the workflow returned",
@@ -216,7 +216,7 @@ async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, message: st
         "unparseable",
     )
     assert message in failure.failure.message
-    with pytest.raises(ConfigError, match=r"'\$\[' is no JSONPath"):
+    with pytest.raises(ConfigError, match=r"'\$\[' is not a JSONPath"):
         over(give, items("x"), result_json_path="$[")
 
 

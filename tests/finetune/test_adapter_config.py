@@ -27,11 +27,14 @@ def test_the_seed_s_defaults():
         ({"ip": "localhost"}, "ip is 'localhost' but port is not set; set both"),
         ({"port": 7623}, "port is 7623 but ip is not set; set both"),
         ({"inference_port": 8000}, "inference_port is 8000 but ip is not set"),
-        ({"advertise_url": "http://gpu1:8000"}, "own listens on 127.0.0.1 only, where no other"),
+        (
+            {"advertise_url": "http://gpu1:8000"},
+            "own server listens on 127.0.0.1 only, where other",
+        ),
         ({"advertise_url": "gpu1:8000"}, "'gpu1:8000' must look like http://HOST:PORT"),
         (
             {"ip": "h", "port": 1, "engine": "vllm"},
-            "engine is for a server of this run's own, and ip is 'h'",
+            "engine is for the run's own server, and ip is 'h'",
         ),
         ({"engine": "vlm"}, "'auto', 'embedded' or 'vllm'"),
         ({"nmae": "x"}, "nmae"),

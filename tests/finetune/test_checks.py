@@ -353,7 +353,7 @@ def test_entries_on_two_ports_are_told_apart_when_the_server_is_known(tmp_path: 
 def test_a_policy_of_one_fixed_step_is_refused(tmp_path: Path):
     fixed = {"actor": {"model_name": "base@0"}}
     (line,) = mistakes(tmp_path, llms=fixed, finetuning={"target_model": "actor"})
-    assert "its model_name 'base@0' asks for one fixed step; leave out '@0'" in line
+    assert "its model_name 'base@0' requests one fixed step; leave out '@0'" in line
 
 
 def test_one_generation_needs_the_batch(tmp_path: Path):

@@ -58,8 +58,8 @@ async def test_an_adapter_of_somebodys_own(rehearsal: Rehearsal):
         sick = one(await run.checks(SickAdapter()), "server")
     assert not sick.ok
     assert sick.message == (
-        "Failed to connect to ART backend. is_healthy() of SickAdapter says no. See that its "
-        "backend runs and that its keys under `trainer_adapters` are right."
+        "Failed to connect to ART backend. is_healthy() of SickAdapter returned False. Check that "
+        "its backend is running and that its keys under `trainer_adapters` are right."
     )
 
 
@@ -82,7 +82,7 @@ async def test_an_llm_that_asks_for_nothing_that_is_served(rehearsal: Rehearsal)
     check = await rehearsal.failed(llms={"actor": {"model_name": "gpt-99"}})
     assert check.name == "llm actor"
     assert "no model called 'gpt-99' is served" in check.message
-    assert f"asked for as {str(rehearsal.model)!r} or 'suite/agent-" in check.message
+    assert f"in training as {str(rehearsal.model)!r} or 'suite/agent-" in check.message
 
 
 async def test_two_entries_that_name_the_model_in_training(rehearsal: Rehearsal):
@@ -97,7 +97,7 @@ async def test_two_entries_that_name_the_model_in_training(rehearsal: Rehearsal)
     assert failures(checks) == []
     check = one(checks, "llm")
     assert check.warning
-    assert "llms.actor, llms.critic ask for the model in training, so calls of all" in check.message
+    assert "llms.actor, llms.critic request the model in training, so calls of all" in check.message
 
 
 @pytest.mark.parametrize("key", ["logprobs", "token_ids"])
@@ -105,7 +105,7 @@ async def test_an_answer_without_what_training_needs(rehearsal: Rehearsal, key: 
     check, url = await rehearsal.lossy(keys=[key])
     assert check.name == "llm actor"
     assert f"at {url}) returned no logprobs or no token ids." in check.message
-    assert "No valid assistant messages with logprobs. Let the model be asked at the training " in (
+    assert "No valid assistant messages with logprobs. Call the model at the training server" in (
         check.message
     )
 
@@ -125,10 +125,10 @@ async def test_another_endpoint_is_allowed_and_called_off_policy(rehearsal: Rehe
     assert failures(checks) == []
     check = one(checks, "llm")
     assert check.warning
-    assert "trained off-policy, from its text and logprobs (allow_foreign_endpoint)" in (
+    assert "trained off-policy, from their text and logprobs (allow_foreign_endpoint)" in (
         check.message
     )
-    assert "rewards and validation measure the other endpoint, not suite/agent-" in check.message
+    assert "rewards and validation measure the endpoint, not suite/agent-" in check.message
     assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message
     assert one(checks, "sampling").message == "two rollouts of one example differ"
 

@@ -37,7 +37,7 @@ async def test_an_agent_that_uses_the_frozen_entry(rehearsal: Rehearsal):
     check = await rehearsal.failed(**changes)
     assert check.name == "calls"
     assert (
-        "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
+        "its calls requested a fixed step, such as NAME@0, the base weights, and are not"
         in check.message
     )
 
@@ -47,7 +47,7 @@ async def test_an_agent_that_talks_to_the_untrained_model(rehearsal: Rehearsal):
     check = await rehearsal.failed(llms=frozen)
     assert check.name == "calls"
     assert (
-        "its calls asked for a fixed step, as NAME@0, the base weights, and are not"
+        "its calls requested a fixed step, such as NAME@0, the base weights, and are not"
         in check.message
     )
 
@@ -91,7 +91,9 @@ async def test_an_agent_that_leaves_before_the_end(rehearsal: Rehearsal):
 async def test_another_endpoint_without_logprobs(rehearsal: Rehearsal):
     [check] = failures(await rehearsal.foreign())
     assert check.name == "calls"
-    assert "set `logprobs: true` in its `llms` entry and see that it returns them" in check.message
+    assert (
+        "set `logprobs: true` in its `llms` entry and check that it returns them" in check.message
+    )
 
 
 # ---- sampling -------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ async def test_credit_by_call_without_values(rehearsal: Rehearsal):
     by_call = {"a": {"training": {"credit": "per_call"}}}
     check = await rehearsal.failed(trainer_adapters=by_call)
     assert check.name == "credit"
-    assert "noted none. Note them in the agent" in check.message
+    assert "recorded none. Record them in the agent" in check.message
 
 
 async def test_a_coincidence_that_may_be_one(rehearsal: Rehearsal):

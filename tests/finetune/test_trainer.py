@@ -188,7 +188,7 @@ async def test_failures_of_the_policy_are_dropped_and_loudly_so(
         (status,) = await bench.run(1)
     assert status.status is COMPLETED
     assert bench.events("epoch_collected")[0]["dropped"] == {"token_limit": 4}
-    assert "Epoch 1 left out: token_limit: 4" in caplog.text
+    assert "Left out of epoch 1: token_limit: 4" in caplog.text
     (warning,) = bench.events("warning")
     assert "4 of 8 rollouts failed because of the model (token_limit: 4)" in warning["message"]
     assert "finetuning.on_policy_failure: {reward: 0.0}" in warning["message"]
@@ -272,7 +272,7 @@ async def test_an_adapter_that_never_answers_is_given_up(
     bench.keys, bench.adapter.hangs = {"job_timeout_s": 0.05}, True
     (status,) = await bench.run(1)
     assert status.status is FAILED
-    assert "the adapter did not say within 0.05 s how the job ended" in status.message
+    assert "the adapter did not report the end of the job within 0.05 s" in status.message
 
 
 async def test_a_flat_reward_is_explained(bench: Bench):

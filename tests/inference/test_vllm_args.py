@@ -53,7 +53,7 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
         ("max_loras", 1, "1; hone needs 3 or more"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
-        ("inference_gpu_ids", ["0"], "is no list of GPU numbers"),
+        ("inference_gpu_ids", ["0"], "is not a list of GPU ids"),
         # hone computes with these, so they are numbers, although vLLM reads some as text.
         ("max_model_len", "16k", "'16k'; expected a whole number above 0"),
         ("max_model_len", -1, "-1; expected a whole number above 0"),

@@ -202,7 +202,7 @@ def test_files_that_other_programs_leave(tmp_path: Path, caplog: pytest.LogCaptu
     (job / "log.json").write_text('{"a": 1}\n{"a": 2}\n')
     (job / "killed.json").write_text(json.dumps(ATIF | {"steps": []}))
     assert "\n1 written to" in hone_command("import-trajectories", job, "-o", data)
-    assert "log.json: is no JSON" in caplog.text and "killed.json: has no steps" in caplog.text
+    assert "log.json: is not JSON" in caplog.text and "killed.json: has no steps" in caplog.text
     output = hone_command("import-trajectories", job / "killed.json", "-o", data, status=1)
     assert "the trajectory has no steps" in output
 
@@ -217,7 +217,7 @@ def test_mistakes(tmp_path: Path):
     data = tmp_path / "data.jsonl"
     data.write_text("kept")
     output = hone_command("import-trajectories", broken, "-o", data, status=1)
-    assert f"{broken}:2: has no list of `messages`, and is no ATIF trajectory" in output
+    assert f"{broken}:2: has no list of `messages`, and is not an ATIF trajectory" in output
     assert data.read_text() == "kept" and [p.name for p in tmp_path.iterdir()] != []
     output = hone_command("import-trajectories", tmp_path / "no.jsonl", "-o", data, status=1)
     assert "cannot be read" in output

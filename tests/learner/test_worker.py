@@ -140,7 +140,7 @@ def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, jo
 def test_a_silent_learner_is_killed_at_its_deadline(doomed: Started, job):
     worker, info = doomed
     os.kill(info.pid, signal.SIGSTOP)
-    with pytest.raises(LearnerDied, match=r"said nothing for 0\.5 s and was killed"):
+    with pytest.raises(LearnerDied, match=r"sent nothing for 0\.5 s and was killed"):
         worker.train(pack_groups(job), CONFIG, silence_s=0.5)
 
 

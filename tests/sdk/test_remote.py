@@ -253,7 +253,9 @@ async def test_patience_ends_and_the_job_is_named(
     link.cut()
     with pytest.raises(errors.Unavailable, match="no hone server answers there") as caught:
         await asyncio.wait_for(task, 10)
-    assert caught.value.__notes__ == ["Job job-0 was accepted and goes on when its server does."]
+    assert caught.value.__notes__ == [
+        "Job job-0 was accepted and continues when its server is back."
+    ]
     (waits,) = [r.message for r in caplog.records if "Waiting up to" in r.message]  # told once
     assert "no hone server answers there" in waits and waits.endswith("0.3 s for it to come back.")
 
@@ -353,7 +355,7 @@ async def test_a_failed_job_says_which_why_and_where_to_look(
 async def test_a_job_cancelled_by_another_is_said_to_be(backend: RemoteBackend, standin: StandIn):
     task = await start(backend, standin)
     standin.emit("cancelled")
-    with pytest.raises(errors.Cancelled, match="cancelled by somebody else"):
+    with pytest.raises(errors.Cancelled, match="cancelled by another client"):
         await task
 
 

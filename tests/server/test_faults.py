@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_503_and_stays(
     for _ in range(2):
         answer = httpx.post(f"{server.openai_url}/chat/completions", json=body)
         assert answer.status_code == 503, answer.text
-        assert "cannot be read or written just now" in answer.json()["error"]["message"]
+        assert "cannot be read or written at the moment" in answer.json()["error"]["message"]
     names = sorted(path.name for path in written.path.parent.iterdir())
     assert names == ["0000", "0001"]
     readable_again(written.path / "manifest.json")

@@ -59,7 +59,7 @@ def test_the_slope_must_lie_between_a_half_and_one_and_a_half(times: float, good
 
 
 def test_another_hash_is_refused_whatever_the_logprobs_say():
-    with pytest.raises(NotProved, match=f"hash {OLD[:16]}, trained was {NEW[:16]}"):
+    with pytest.raises(NotProved, match=f"hash {OLD[:16]}, not the trained one .{NEW[:16]}"):
         prove(MOVEMENT, BEFORE, probe((-1.9, -3.2, -0.8), OLD), NEW)
 
 

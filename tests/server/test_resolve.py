@@ -270,7 +270,7 @@ async def test_calls_that_a_rollout_does_not_have_cannot_be_named(world: World):
 async def test_a_rollout_that_called_only_other_models_says_which_to_call(world: World):
     world.add([4, 5], rollout="r1", model=world.record.spec.base_model)
     refusal = await world.refusal(Trajectory(rollout="r1"))
-    assert "called other models than 'default/agent'; let the agent ask for 'agent'" in refusal
+    assert "called other models than 'default/agent'; let the agent request 'agent'" in refusal
 
 
 @pytest.mark.parametrize(("part", "name"), [(0, "weights"), (1, "tokenizer"), (2, "chat template")])
@@ -301,8 +301,8 @@ async def test_calls_under_other_template_arguments_are_trained_and_counted(worl
     ("rollout", "why"),
     [
         ("never", "nothing is recorded of rollout 'never'"),
-        ("../x", "'../x' is no rollout id"),
-        ("\ud800", "'\\ud800' is no rollout id"),
+        ("../x", "'../x' is not a rollout id"),
+        ("\ud800", "'\\ud800' is not a rollout id"),
     ],
 )
 async def test_unknown_rollouts_are_refused(world: World, rollout: str, why: str):

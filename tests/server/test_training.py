@@ -297,7 +297,7 @@ async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):
     first, _ = await api.submit(idempotency_key="k"), await api.submit()
     answer = await api.client.post(JOBS, json=job())
     assert answer.status_code == 429 and answer.headers["retry-after"] == "10"
-    assert "2 jobs are queued, as many as this server keeps" in answer.text
+    assert "2 jobs are queued, the maximum of this server" in answer.text
     assert (await api.submit(idempotency_key="k")).id == first.id
     await api.ask("POST", f"{JOBS}/{first.id}/cancel")
     await api.submit()

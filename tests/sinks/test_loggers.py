@@ -104,7 +104,9 @@ def test_a_killed_logger_is_reported_once_and_sends_the_rest_the_next_time(
     assert command() == 0
     (stopped,) = command.events("logger_stopped")
     assert stopped["logger"] == "file" and stopped["unsent"] > 0
-    assert "Logger file stopped: its process ended with -9. The run goes on;" in stopped["message"]
+    assert (
+        "Logger file stopped: its process ended with -9. The run continues;" in stopped["message"]
+    )
     assert [r.message for r in caplog.records if "Logger file" in r.message] == [stopped["message"]]
     report = json.loads((command.out / "report.json").read_text())
     assert report["warnings"] == [stopped["message"]]
@@ -185,7 +187,7 @@ def test_a_service_that_refuses_stops_its_logger_and_no_other(
     assert command() == 0
     (stopped,) = command.events("logger_stopped")
     assert stopped["message"].startswith(
-        "Logger file stopped: ConnectionError: Bearer <hidden> is refused. The run goes on;"
+        "Logger file stopped: ConnectionError: Bearer <hidden> is refused. The run continues;"
     )
     assert lines(Path("good"), "finish") == [["completed"]]
     for path in command.out.rglob("*"):

@@ -165,7 +165,7 @@ def test_a_disk_that_fails_to_read_is_no_corruption(checkpoints: Checkpoints, fo
     unreadable(four[3].path / name)
     for _ in range(2):
         with pytest.raises(
-            StorageError, match=r"cannot be read or written just now .*Input/output"
+            StorageError, match=r"cannot be read or written at the moment .*Input/output"
         ):
             checkpoints.newest(KEY)
         with pytest.raises(StorageError):

@@ -146,7 +146,7 @@ def test_without_a_free_descriptor_a_read_is_no_defect(tmp_path: Path):
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
-        with pytest.raises(StorageError, match="cannot be read or written just now"):
+        with pytest.raises(StorageError, match="cannot be read or written at the moment"):
             names(store)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

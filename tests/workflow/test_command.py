@@ -309,7 +309,7 @@ async def test_an_output_file_that_was_not_written_is_a_failure(tmp_path: Path):
         ),
         ({"command": ["cat"], "output_file": "../x"}, "'../x' must be a path inside the working"),
         ({"command": ["cat"], "env": {"A": "{base_ur}"}}, "env.A: no placeholder is called"),
-        ({"command": ["cat"], "workdir": "nowhere"}, "workdir: .*nowhere is no directory"),
+        ({"command": ["cat"], "workdir": "nowhere"}, "workdir: .*nowhere is not a directory"),
         ({"command": ["cat"], "files": ["nothing"]}, "files: there is no .*nothing"),
         ({"command": ["cat"], "llm": "mm"}, "llms has no 'mm'. Did you mean 'm'?"),
     ],

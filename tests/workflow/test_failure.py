@@ -101,7 +101,7 @@ def wrong_type(text: str) -> Any:
 
 
 CUT = (
-    " (answers cut at the token limit before it: 1 of 2; an agent that cannot go on with such an "
+    " (answers cut at the token limit before it: 1 of 2; an agent that cannot continue with such an "
     "answer raises hone.errors.PolicyFailure)"
 )
 

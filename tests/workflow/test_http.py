@@ -170,7 +170,7 @@ async def test_a_response_is_bounded_and_may_be_any_bytes(tmp_path: Path):
     [
         ({"url": "localhost:80"}, "'localhost:80' must look like http://HOST:PORT/PATH"),
         ({"url": "ws://me:pw@a"}, "'ws://me:<hidden>@a' must look like http://HOST:PORT/PATH"),
-        ({"url": "http://a", "output_path": "$["}, r"'\$\[' is no JSONPath"),
+        ({"url": "http://a", "output_path": "$["}, r"'\$\[' is not a JSONPath"),
         ({"url": "http://a", "body": {"a": ["{inptu}"]}}, "body: no placeholder is called {inptu}"),
         ({"url": "http://a", "headers": {"H": "{models}"}}, "headers.H: no placeholder is called"),
         ({"url": "http://a", "method": "GET", "body": "x"}, "method is GET, which sends no body"),

@@ -155,7 +155,7 @@ class Server:
             try:
                 await self._pause(failure, outage, self.patience_s)
             except HoneError as error:
-                error.add_note(f"Job {job_id} was accepted and goes on when its server does.")
+                error.add_note(f"Job {job_id} was accepted and continues when its server is back.")
                 raise
 
     async def _pause(

@@ -309,7 +309,7 @@ class RemoteBackend(Server):
 
     def _result(self, job: JobInfo) -> TrainResult:
         if job.state == "cancelled":
-            raise errors.Cancelled(f"job {job.id} of {job.model} was cancelled by somebody else")
+            raise errors.Cancelled(f"job {job.id} of {job.model} was cancelled by another client")
         if job.state != "done":
             reason = f"{job.failure.type}: {job.failure.message}" if job.failure else job.state
             raise TrainingFailed(

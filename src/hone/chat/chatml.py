@@ -6,7 +6,7 @@ Out:  token ids
 `recognise` decides by behaviour: it renders a set of conversations with the model's own template
 and with ours and requires the same text. So a renamed or fine-tuned model is recognised, and one
 with a changed template is not. Turns can be added without rendering the earlier ones again because
-`<|im_end|>` is a token of its own: the text after it is encoded the same whatever precedes it (which
+`<|im_end|>` is a single token: the text after it is encoded the same whatever precedes it (which
 is checked too).
 
 A template without tools (SmolLM2's drops them silently) gets those of Qwen2.5: listed in the system

@@ -104,7 +104,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(schema, Mapping):
-        raise BadRequest(f"{where} are no JSON schema", param="tools")
+        raise BadRequest(f"{where} are not a JSON schema", param="tools")
     check_nesting(schema, where)
     return {"type": "object", **schema}
 

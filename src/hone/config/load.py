@@ -252,7 +252,9 @@ class _Reader:
         name = Path(value.removeprefix("file://"))
         if name.suffix not in TEXT_SUFFIXES:
             self._problem(
-                path, line, f"{value!r} is no text file hone reads; it may end in {_listed()}"
+                path,
+                line,
+                f"{value!r} is not a text file that hone reads; it may end in {_listed()}",
             )
             return None
         try:

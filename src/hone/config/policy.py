@@ -120,7 +120,7 @@ def describe(document: Document, trained: Trained, policy: str | None) -> str:
             f"{_list(frozen)} {verb} '{trained.name}@0': the base weights, which are not trained."
         )
     parts.append(
-        f"A client of the agent's own that asks for {trained.base_model!r} inside a rollout gets "
+        f"The agent's own clients that request {trained.base_model!r} inside a rollout get "
         f"{trained.name!r}."
     )
     if aliases := sorted(trained.aliases):
@@ -161,7 +161,7 @@ def _not_fixed(key: str, entries: dict[str, _Entry]) -> str:
     entry = entries[key]
     if entry.is_at_server and entry.step is not None:
         raise ConfigError(
-            f"llms.{key} is the model to train, and its model_name {entry.written!r} asks for one "
+            f"llms.{key} is the model to train, and its model_name {entry.written!r} requests one "
             f"fixed step; leave out '@{entry.step}', or name another entry in "
             "finetuning.target_model"
         )

@@ -229,7 +229,7 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
     def decorate(factory: Factory[C]) -> Factory[C]:
         if not inspect.isasyncgenfunction(factory):
             raise ConfigError(
-                f"{where}: its factory {getattr(factory, '__qualname__', factory)} is no async "
+                f"{where}: its factory {getattr(factory, '__qualname__', factory)} is not an async "
                 f"generator; write `async def ...(config, builder): yield instance`"
             )
         key = kind, config_type.type_name

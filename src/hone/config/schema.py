@@ -100,8 +100,8 @@ class CurriculumLearningConfig(Strict):
     sort_ascending: bool = False
     """Start with the examples of the lowest reward instead of the highest."""
     random_subsample: float | None = Field(default=None, gt=0, le=1)
-    """Train on this share of the groups, sampled anew each epoch; with one group, on this share of
-    its trajectories."""
+    """Train on this share of the groups, sampled again in each epoch; with one group, on this share
+    of its trajectories."""
     skip_excluded: bool = False
     """Do not run examples that the curriculum would exclude, judging by their rewards so far."""
 

@@ -296,7 +296,7 @@ def _check_ids(items: Sequence[EvalInputItem], names: Sequence[str], where: str)
         if item.id in seen:
             raise ConfigError(
                 f"{where}: {seen[item.id]} and {name} both have the id {item.id!r}; give each row "
-                f"an id of its own, or name another column in {WHERE}.id_key"
+                f"its own id, or name another column in {WHERE}.id_key"
             )
         seen[item.id] = name
 

@@ -77,7 +77,7 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
     try:
         return re.compile(pattern, flags)
     except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from None
 
 
 class Regex(Rule, name="regex"):
@@ -127,7 +127,7 @@ class Numeric(Rule, name="numeric"):
         expected = _number(expected_of(item), "whole")
         if expected is None:
             raise ConfigError(
-                f"item {item.id!r}: expects {item.expected_output_obj!r}, which is no number"
+                f"item {item.id!r}: expects {item.expected_output_obj!r}, which is not a number"
             )
         number = _number(item.output_obj, self.which)
         if number is None:

@@ -91,7 +91,7 @@ class OutputDir:
         self._lock = lock_directory(self.path, LOCK, command="hone eval", key=KEY)
         if keep:
             if (self.path / FINISHED).exists():
-                open_lines(self.path / FINISHED).close()  # which cuts a torn last line
+                open_lines(self.path / FINISHED).close()  # removes a torn last line
         elif self._output.cleanup:
             for name in [*_written(self.path), WRITTEN]:
                 (self.path / name).unlink(missing_ok=True)
@@ -318,7 +318,7 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error}); remove it to start anew") from None
+        raise ConfigError(f"{path}: not JSON ({error}); remove it to start over") from None
     return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
 
 

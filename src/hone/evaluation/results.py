@@ -76,7 +76,7 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
             values = values_at(path, json.loads(output) if isinstance(output, str) else output)
             problem = None if values else f"nothing is at {path} of what the workflow returned"
         except (ValueError, RecursionError) as error:
-            values, problem = [], f"the workflow returned text that is no JSON ({error})"
+            values, problem = [], f"the workflow returned text that is not JSON ({error})"
         if problem is not None:
             message = f"result_json_path {path}: {problem}: {as_text(output)[:200]!r}"
             failure = RolloutFailure(

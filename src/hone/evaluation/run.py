@@ -342,7 +342,7 @@ def evaluate(options: EvalOptions) -> EvalSummary:
         return run_loop(_evaluate(options))
     except KeyboardInterrupt:
         if options.reps == 1:
-            log.warning("interrupted; --skip_completed_entries goes on from here")
+            log.warning("interrupted; --skip_completed_entries continues from here")
         else:
             log.warning("interrupted; finished items are in %s of the output directory", FINISHED)
         raise

@@ -138,13 +138,13 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The error message for a server that cannot be reached."""
         config, url = self.adapter_config.backend, self.backend.base_url
         if config.ip is None:
-            return f"{NO_CONNECTION}. The server of this run's own did not start: {why}"
+            return f"{NO_CONNECTION}. The run's own server did not start: {why}"
         other = config.inference_port
         ports = f"port {config.port}" + ("" if other is None else f", inference_port {other}")
         return (
             f"{NO_CONNECTION}. {why}\nWhat to do: see whether the server runs (curl {url}/health); "
             f"check backend.ip {config.ip!r} and {ports} of the trainer adapter; check the network "
-            "in between (firewalls). Without ip and port, hone starts a server of its own."
+            "in between (firewalls). Without ip and port, hone starts its own server."
         )
 
     def _served(self, info: ModelInfo) -> Served:

@@ -113,20 +113,20 @@ class ARTBackendConfig(Strict):
             )
         if self.advertise_url is not None and self.ip is None:
             raise ValueError(
-                f"advertise_url is {self.advertise_url!r} but ip is not set: a server of this run's "
-                "own listens on 127.0.0.1 only, where no other machine and no container reaches "
-                "it. Start `hone serve --host 0.0.0.0 --advertise-url "
+                f"advertise_url is {self.advertise_url!r} but ip is not set: the run's own server "
+                "listens on 127.0.0.1 only, where other machines and containers cannot reach it. "
+                "Start `hone serve --host 0.0.0.0 --advertise-url "
                 f"{self.advertise_url}`, and set ip and port"
             )
         if self.inference_port is not None and self.ip is None:
             raise ValueError(
-                f"inference_port is {self.inference_port} but ip is not set: a server of this "
-                "run's own picks its ports; remove inference_port, or set ip and port"
+                f"inference_port is {self.inference_port} but ip is not set: the run's own "
+                "server picks its ports; remove inference_port, or set ip and port"
             )
         engine = [k for k in self.server_options() if self.ip is not None]
         if engine:
             raise ValueError(
-                f"{engine[0]} is for a server of this run's own, and ip is {self.ip!r}; remove one "
+                f"{engine[0]} is for the run's own server, and ip is {self.ip!r}; remove one "
                 "of the two, or start that server with the option"
             )
         return self

@@ -25,15 +25,15 @@ WORKFLOW = "<workflow>"
 EVALUATION = "<evaluation>"
 """Function name of calls that evaluators make."""
 UNSEEN = (
-    "An agent's calls are seen if its HTTP client is httpx or httpx2, as that of openai is, and if "
-    "a thread it starts gets the context (contextvars.copy_context().run; thread pools have it); any "
-    "other client, and an agent in a process of its own, must use the base URL "
+    "hone sees an agent's calls if its HTTP client is httpx or httpx2, like that of openai, and if "
+    "threads that it starts get the context (contextvars.copy_context().run; thread pools do this). "
+    "Any other client, and an agent in another process, must use the base URL "
     "{root}/rollout/ROLLOUT_ID/v1, which is `llm.rollout_url`"
 )
 NO_LOGPROBS = (
-    "No valid assistant messages with logprobs. Let the model be asked at the training server, which "
-    "records them; of another endpoint, set `logprobs: true` in its `llms` entry and see that it "
-    "returns them."
+    "No valid assistant messages with logprobs. Call the model at the training server, which records "
+    "them; for another endpoint, set `logprobs: true` in its `llms` entry and check that it returns "
+    "them."
 )
 
 Message = dict[str, Any]

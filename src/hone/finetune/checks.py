@@ -285,9 +285,7 @@ def _base_model(document: Document) -> Mistakes:
     path, wrong = Path(os.path.expanduser(name)), None
     if path.is_dir():
         if not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
-            wrong = (
-                f"{path.absolute()} holds neither config.json nor a .gguf file, so it is no model"
-            )
+            wrong = f"{path.absolute()} holds neither config.json nor a .gguf file, so it is not a model"
     elif name.startswith(_PATH) or name.endswith(".gguf"):
         wrong = None if path.is_file() else f"there is no {path.absolute()}"
     elif name not in KNOWN and not _HUB.fullmatch(name):

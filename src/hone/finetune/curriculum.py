@@ -292,7 +292,7 @@ def infrastructure_error(
         f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
         f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
         f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "
-        f"are kept. Where the code had to change, add --fresh.\n{_last(failed)}"
+        f"are kept. If the code had to change, add --fresh.\n{_last(failed)}"
     )
 
 
@@ -331,5 +331,5 @@ def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str
         f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
         "model, and that the reward's evaluator gives a score (`hone eval` shows every one). Fix "
         "what failed and run the same command again: rollouts that gave nothing to train on are run "
-        "anew, the others are kept. Where the code had to change, add --fresh."
+        "again, the others are kept. If the code had to change, add --fresh."
     )

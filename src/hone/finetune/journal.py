@@ -188,7 +188,7 @@ class Journal:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             why = f"no {error}" if isinstance(error, KeyError) else error
             raise StateError(
-                f"{path}: not a submission ({why}). Start anew with --fresh."
+                f"{path}: not a submission ({why}). Start a new run with --fresh."
             ) from None
 
     def _submission(self, epoch: int, round: int) -> Path:
@@ -306,7 +306,7 @@ def _resume(directory: Path, run: RunFile, fingerprint: Mapping[str, Any]) -> Ru
     raise Conflict(
         f"{directory} holds run {run.run_id}, which was started with another configuration:\n"
         + "\n".join(changed)
-        + "\nUndo the change to go on with it, start anew with --fresh (the old directory is kept), "
+        + "\nUndo the change to resume it, start a new run with --fresh (the old directory is kept), "
         "or name another one with -o finetuning.output_dir DIR."
     )
 
@@ -360,6 +360,6 @@ def read_records(path: Path) -> Iterator[RolloutRecord]:
             yield RolloutRecord.model_validate_json(line)
         except ValidationError as error:
             raise StateError(
-                f"{path}:{number}: not a rollout ({first_error(error)}). Restore the file, or start anew with "
+                f"{path}:{number}: not a rollout ({first_error(error)}). Restore the file, or start a new run with "
                 "--fresh."
             ) from None

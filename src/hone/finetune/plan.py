@@ -152,7 +152,7 @@ def _backend(document: Document) -> str:
         other = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
         return f"backend       {'none' if other is None else other.type_name}"
     server = adapter.backend
-    at = f"at {server.ip}:{server.port}" if server.ip else f"on a server of its own ({server.root})"
+    at = f"at {server.ip}:{server.port}" if server.ip else f"on its own server ({server.root})"
     return f"model         {server.project}/{server.name} over {server.base_model} {at}"
 
 

@@ -44,13 +44,13 @@ COINCIDENCE = 1e-3
 samples such a pair less often than this. Answers of one or two tokens only give a warning."""
 
 NOTHING = {
-    "no_calls": "the server recorded no call of the rollout. See that the agent asks the model at "
+    "no_calls": "the server recorded no call of the rollout. Check that the agent calls the model at "
     "{url} (its `llms` entry, or base_url) and does not answer from a cache. " + UNSEEN,
-    "other_model": "its calls were answered by another model than {model}. Let the agent ask for "
+    "other_model": "its calls were answered by a model other than {model}. Let the agent request "
     "{base!r} or {model!r}",
-    "frozen": "its calls asked for a fixed step, as NAME@0, the base weights, and are not trained. "
-    "Let the agent use the `llms` entry that is trained, or ask for {model!r}",
-    "not_target_model": "none of its calls asked for finetuning.target_model {target!r}",
+    "frozen": "its calls requested a fixed step, such as NAME@0, the base weights, and are not trained. "
+    "Let the agent use the `llms` entry that is trained, or request {model!r}",
+    "not_target_model": "none of its calls requested finetuning.target_model {target!r}",
     "not_target_function": "no call came from finetuning.target_functions {functions}",
     "greedy": "its calls were sampled at temperature 0, so all rollouts of an example are the same "
     "and there is nothing to compare. Raise `temperature` in the `llms` entry",
@@ -112,8 +112,8 @@ async def _healthy(adapter: TrainerAdapter) -> Check:
     return Check(
         "server",
         False,
-        f"{NO_CONNECTION}. is_healthy() of {type(adapter).__name__} says no. See that its "
-        f"backend runs and that its keys under `trainer_adapters` are right.",
+        f"{NO_CONNECTION}. is_healthy() of {type(adapter).__name__} returned False. Check that "
+        f"its backend is running and that its keys under `trainer_adapters` are right.",
     )
 
 
@@ -146,8 +146,8 @@ async def _llms(
         policies = [llm.name for llm in ours if llm.model in served.trained.names]
         if len(policies) > 1:
             message = (
-                f"{', '.join(f'llms.{name}' for name in policies)} ask for the model in training, "
-                "so calls of all of them are trained. To train one only, let the others ask for "
+                f"{', '.join(f'llms.{name}' for name in policies)} request the model in training, "
+                "so calls of all of them are trained. To train one only, let the others request "
                 f"{server.base_model!r} or {served.trained.name}@0, the base weights."
             )
             checks.append(Check("llm", True, message, warning=True))
@@ -159,9 +159,9 @@ async def _llms(
     )
     if document.finetuning.allow_foreign_endpoint:
         more = (
-            "What it says is trained off-policy, from its text and logprobs "
-            "(allow_foreign_endpoint); it does not change by that, so rewards and validation "
-            f"measure the other endpoint, not {server.model_name}."
+            "Its answers are trained off-policy, from their text and logprobs "
+            "(allow_foreign_endpoint). Training does not change that endpoint, so rewards and "
+            f"validation measure the endpoint, not {server.model_name}."
         )
         return [Check("llm", True, f"{message} {more}", warning=True)]
     more = (
@@ -190,7 +190,7 @@ async def _reaches(llm: LLM, server: ModelServer, run_id: str) -> Check:
         return Check(
             name,
             False,
-            f"{where} did not answer: {why}\nThe model in training is asked for as "
+            f"{where} did not answer: {why}\nRequest the model in training as "
             f"{server.base_model!r} or {server.model_name!r}.",
         )
     choice = answer.choices[0]
@@ -332,8 +332,8 @@ class _Trials:
                 "credit",
                 False,
                 f"training.credit is {credit!r}, which compares calls by the values of "
-                f"hone.step(name, value=...), and two rollouts of {self._example} noted "
-                "none. Note them in the agent, or set training.credit: outcome.",
+                f"hone.step(name, value=...), and two rollouts of {self._example} "
+                "recorded none. Record them in the agent, or set training.credit: outcome.",
             )
         ]
 

@@ -209,7 +209,7 @@ def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
         if not isinstance(item, EpisodeItem):
             raise ConfigError(
                 "a trajectory mixes preference pairs (DPOItem) with messages (EpisodeItem); give each "
-                "a trajectory of its own"
+                "its own trajectory"
             )
         by_number.setdefault((item.metadata or {}).get("conversation", 0), []).append(item)
     return list(by_number.values()) or [[]]

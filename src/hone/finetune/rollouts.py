@@ -188,7 +188,7 @@ def _read(
     """Rollouts of the round that ended, by example and generation."""
     if path is None or not path.exists():
         return {}
-    open_lines(path).close()  # which cuts a torn last line
+    open_lines(path).close()  # removes a torn last line
     ended = {}
     for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         if not text:

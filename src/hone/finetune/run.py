@@ -104,7 +104,7 @@ def finetune(options: FinetuneOptions) -> int:
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
             message = ended and ended.message
-            loggers.close()  # which sends what they missed
+            loggers.close()  # sends what is missing
             log.info("Run %s is finished, nothing to do. %s", journal.run_id, message)
             return 0
         try:
@@ -307,9 +307,9 @@ class Run:
         """Write a brief report; the exit status is 130, even if that fails."""
         history = self.state.history
         try:
-            if history.finished is None:  # else its report is there
+            if history.finished is None:  # otherwise its report exists
                 if history.run.session == self.journal.session:
-                    self.events.append("run_interrupted")  # which ends the phase that was running
+                    self.events.append("run_interrupted")  # ends the running phase
                 self._report(brief=True)
         except Exception as error:  # noqa: BLE001  # the exit status must be 130
             log.warning("The report could not be written: %s: %s", type(error).__name__, error)

@@ -173,7 +173,7 @@ class ARTTrainer(Trainer):
         collected, output_dir = submission.collected["metrics"], str(self._config.output_dir)
         if dropped := submission.collected["dropped"]:
             counts = ", ".join(f"{reason}: {n}" for reason, n in dropped.items())
-            log.info("Epoch %d left out: %s", epoch + 1, counts)
+            log.info("Left out of epoch %d: %s", epoch + 1, counts)
         if not submission.collection.trajectories:
             if collected["num_trajectories"]:
                 self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
@@ -316,7 +316,7 @@ class ARTTrainer(Trainer):
             async with asyncio.timeout(limit_s):
                 status = await self._adapter.wait_until_complete(job)
         except TimeoutError:
-            message = f"the adapter did not say within {limit_s:g} s how the job ended"
+            message = f"the adapter did not report the end of the job within {limit_s:g} s"
             status = self._status(epoch, FAILED, f"{message} (finetuning.job_timeout_s)")
         known = {key: value for key, value in (status.metadata or {}).items() if key in JOB_KEYS}
         place = {"epoch": epoch, "round": round}

@@ -203,7 +203,7 @@ class VllmEngine:
         self._adapters[name] = staged
 
     async def _send_and_read(self, staged: StagedAdapter) -> list[str]:
-        """Have vLLM load an adapter while its tensors are read here; the number types it is held in."""
+        """Have vLLM load an adapter while its tensors are read here; returns vLLM's dtypes for it."""
         both = self._send(staged), asyncio.to_thread(staged.read)
         # Both end before an error is raised, so that a load that vLLM began can be undone.
         dtypes, read = await asyncio.gather(*both, return_exceptions=True)

@@ -70,7 +70,7 @@ class StagedAdapter:
             if worker["wrong"]:
                 return f"vLLM computes with other weights in {_some(worker['wrong'])}"
             if len(worker["dtypes"]) != 1:
-                return f"vLLM holds it in {', '.join(worker['dtypes']) or 'no'} number types"
+                return f"vLLM holds it in {', '.join(worker['dtypes']) or 'no'} dtypes"
             expected, held = self.expect(worker["dtypes"][0]), worker["tensors"]
             if missing := expected.keys() - held.keys():
                 return f"vLLM does not hold {_some(missing)}"

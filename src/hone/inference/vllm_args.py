@@ -96,7 +96,7 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
     if key in GPU_IDS:
         is_list = isinstance(value, list) and value and all(type(gpu) is int for gpu in value)
         if not is_list or any(gpu < 0 for gpu in value):
-            raise ConfigError(f"{where}: {value!r} is no list of GPU numbers, such as [0, 1]")
+            raise ConfigError(f"{where}: {value!r} is not a list of GPU ids, such as [0, 1]")
         return
     if key in OWNED and value not in (None, False, _SAME.get(key)):
         raise ConfigError(f"{where}: {value!r} cannot be set: {OWNED[key]}")

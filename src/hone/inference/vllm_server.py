@@ -68,10 +68,10 @@ def start_server(
 ) -> VllmServer:
     """Start a vLLM server for a model by name. Blocking.
 
-    `max_length` holds unless `args` has a max_model_len; the model's own limit always does, and is an
-    error if `args` exceeds it.
-    `env` is added to the environment of its processes. `less_memory` says what to do if its memory
-    does not suffice. `start` is entered while the process starts, so that its owner can stop it.
+    `max_length` applies unless `args` has a max_model_len; the model's own limit always applies, and
+    exceeding it in `args` is an error. `env` is added to the environment of its processes.
+    `less_memory` says what to do if it runs out of memory. `start` is entered while the process
+    starts, so that its owner can stop it.
     """
     files = find(name)
     sleeps = on_gpu and args.get("enable_sleep_mode") is not False

@@ -4,7 +4,7 @@ In:   as a script: a pipe from hone and the arguments of `vllm serve`; in a work
 Out:  a vLLM server; the SHA-256 of every LoRA tensor that the engine computes with
 
 vLLM may live in another Python environment, so this file imports nothing of hone. hone copies it
-beside the server's socket, under a name of its own, and starts the copy.
+beside the server's socket, under another name, and starts the copy.
 
 When hone dies, however it dies, its end of the pipe closes and the whole process group is killed:
 an engine that outlived hone would keep the GPU. Workers also ask the kernel to die with their

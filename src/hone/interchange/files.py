@@ -153,7 +153,7 @@ def _lines(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: is no JSON ({error})") from None
+                raise ConfigError(f"{path}:{number}: is not JSON ({error})") from None
 
 
 def _document(path: Path) -> Any:
@@ -162,4 +162,4 @@ def _document(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error})") from None
+        raise ConfigError(f"{path}: is not JSON ({error})") from None

@@ -22,7 +22,7 @@ def from_line(line: Any, where: str) -> Conversation:
     """The conversation of a line; `where` it is, for the error."""
     messages = line.get("messages") if isinstance(line, Mapping) else None
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: has no list of `messages`, and is no ATIF trajectory")
+        raise ConfigError(f"{where}: has no list of `messages`, and is not an ATIF trajectory")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ConfigError(f"{where}: messages[{number}] is {message!r}; it must have a role")

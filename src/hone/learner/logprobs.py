@@ -112,7 +112,7 @@ class _LabelLogprobs(torch.autograd.Function):
             here, labels = slice(start, start + size), slice(ends[i], ends[i + 1])
             query, target = queries.label_query[labels] - start, queries.target[labels]
             logits = head.logits(rows[here])
-            if fused and len(logits) > 1:  # torch compiles a size of 1 as a graph of its own
+            if fused and len(logits) > 1:  # torch compiles a size of 1 as a separate graph
                 scaled = temperature[here, None]
                 sums = Sums(*_fused(sums_of, logits, scaled))
                 logprobs[labels] = sums.logprobs(logits, scaled, query, target)

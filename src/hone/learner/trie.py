@@ -221,7 +221,7 @@ def _bins(trie: _Trie, budget: int, least: int) -> list[Ints]:
     """Segments of each row, ascending, ancestors included.
 
     A subtree that fits stays whole. One that does not is cut below its first segment: children that
-    are cut themselves come first, in rows of their own; the others go, first fit, into any row below
+    are cut themselves come first, in separate rows; the others go, first fit, into any row below
     that segment, since all of those repeat the same prefix.
     """
     lengths = (trie.stops - trie.starts).tolist()

@@ -271,7 +271,7 @@ class LearnerProcess:
             message = self._messages.get(timeout=silence_s)
         except queue.Empty:
             self._process.kill()
-            raise self._died(what, f"said nothing for {silence_s:g} s and was killed") from None
+            raise self._died(what, f"sent nothing for {silence_s:g} s and was killed") from None
         if message is None:
             self._messages.put(None)  # for the next request
             raise self._died(what, "ended")

@@ -146,7 +146,7 @@ def empty_model(raw: Mapping[str, Any], where: str) -> Any:
         import transformers
 
         raise ModelUnsupported(
-            f"{where}: model_type {raw.get('model_type')!r} is no causal language model that "
+            f"{where}: model_type {raw.get('model_type')!r} is not a causal language model that "
             f"transformers {transformers.__version__} knows ({str(error).splitlines()[0]}). Choose "
             "another model."
         ) from error

@@ -1,7 +1,7 @@
 """Why the reward does not rise, and what to change.
 
 In:   the History of a run
-Out:  a diagnosis in words; None while the reward rises
+Out:  a diagnosis as text; None while the reward rises
 """
 
 import math
@@ -157,6 +157,6 @@ def _why_flat(history: History, rounds: list[Round], flat: int) -> str:
             "llms.*.temperature."
         )
     return (
-        "attempts at one example end alike: raise the temperature in llms.*.temperature, or let the "
+        "attempts at one example get the same reward: raise the temperature in llms.*.temperature, or let the "
         "evaluator score finer differences."
     )

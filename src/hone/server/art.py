@@ -86,7 +86,7 @@ def routes(state: State) -> APIRouter:
         """Load the model, serve its newest step, start its learner; returns address and key."""
         server_args = (body.config or {}).get("server_args") or {}
         if ignored := server_keys(body.config):
-            say("ART: keys that mean nothing here", model=str(body.model.key), keys=ignored)
+            say("ART: keys without effect", model=str(body.model.key), keys=ignored)
         record = await asyncio.to_thread(_record, state, body.model)
         await state.service.prepare(record)
         key = inference_key(state.settings) or server_args.get("api_key") or "default"
@@ -201,7 +201,7 @@ async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     record = await asyncio.to_thread(_record, state, head.request.model)
     sent = job_config(head.request.config, head.request.dev_config, record.spec)
     if sent.not_applicable:
-        say("ART: keys that mean nothing here", model=str(record.key), keys=sent.not_applicable)
+        say("ART: keys without effect", model=str(record.key), keys=sent.not_applicable)
     request = JobRequest(
         model=str(record.key),
         groups=[],
@@ -263,7 +263,7 @@ async def _lines(state: State, job: JobInfo, sent: job_tasks.Head) -> AsyncItera
             raise Conflict(f"job {job.id!r} was cancelled; the step before it is still served")
     # Raised, not ended: these clients would take the end of the stream for the end of training.
     raise Unavailable(
-        f"job {job.id!r}: this server stops. The job goes back to the queue, and goes on when the "
+        f"job {job.id!r}: this server stops. The job goes back to the queue, and continues when the "
         "server is started again."
     )
 
@@ -272,7 +272,7 @@ def _warn_if_stale(job: JobInfo) -> None:
     """Warn about a common mistake of ART users: rollouts that request the base model by name."""
     if job.metrics.get("learn/staleness", 0) > 0:
         say(
-            "ART: trained on answers of an older step; let the rollouts ask for the model's name",
+            "ART: trained on answers of an older step; let the rollouts request the model's name",
             level=logging.WARNING,
             job=job.id,
             name=job.key.name,

@@ -93,7 +93,7 @@ class BodyReader:
         except TimeoutError:
             raise HTTPException(
                 408,
-                f"{self._read} bytes of the body came in {allowed_s:.0f} s; send it faster, or "
+                f"{self._read} bytes of the body arrived in {allowed_s:.0f} s; send it faster, or "
                 "raise body_timeout_s of the server",
                 headers={"Connection": "close"},
             ) from None

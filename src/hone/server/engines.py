@@ -266,7 +266,7 @@ class Engines:
             usage.stats = now, stats
 
     async def close(self) -> None:
-        """Close every engine and cancel the loads under way."""
+        """Close every engine and cancel running loads."""
         restarts = [usage.restart for usage in self._usage.values() if usage.restart is not None]
         for load in (*restarts, *self._tokenizers.values(), *self._bases.values()):
             load.cancel()

@@ -55,8 +55,8 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
     """Raises NotProved if the engine serves anything but the adapter of this hash."""
     if after.sha256 is not None and after.sha256 != sha256:
         raise NotProved(
-            f"the engine serves an adapter with hash {after.sha256[:16]}, trained was "
-            f"{sha256[:16]}. The step before stays served. Restart the server and send the job again."
+            f"the engine serves an adapter with hash {after.sha256[:16]}, not the trained one "
+            f"({sha256[:16]}). The previous step stays served. Restart the server and send the job again."
         )
     tokens = movement["tokens"]
     old, new = _at(tokens, before), _at(tokens, after)
@@ -88,7 +88,7 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
             f"over {len(tokens)} trained tokens the engine moved {slope:.3g} times as far as the "
             f"learner, which must lie in [{lowest}, {highest}]"
             + (f", although the hash {sha256[:16]} is right" if after.sha256 else "")
-            + ". The step before stays served."
+            + ". The previous step stays served."
         )
     if slope <= SIGMAS * error:
         return unclear

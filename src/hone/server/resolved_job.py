@@ -187,7 +187,7 @@ class _Resolver:
         rollout, path = trajectory.rollout, (*inside, "rollout")
         if not ROLLOUT_ID.fullmatch(rollout):
             raise InvalidField(
-                path, f"{rollout!r} is no rollout id; send the id the agent ran under"
+                path, f"{rollout!r} is not a rollout id; send the id the agent ran under"
             )
         if rollout in self._rollouts:
             first = ".".join(map(str, self._rollouts[rollout]))
@@ -306,7 +306,7 @@ class _Resolver:
         if counts.get("dropped/other_model"):
             hint = (
                 f"The rollouts called other models than {str(self._record.key)!r}; let the agent "
-                f"ask for {self._record.key.name!r}, or open a run with that model (POST /v1/runs)."
+                f"request {self._record.key.name!r}, or open a run with that model (POST /v1/runs)."
             )
         return f"No valid assistant messages with logprobs ({counted}). {hint}"
 

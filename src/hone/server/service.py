@@ -109,7 +109,7 @@ class TrainingService:
         for job in failed:
             say("job failed", level=logging.ERROR, job=job.id, why="it brought the server down")
         for job in queued:
-            say("job goes on", job=job.id, attempts=job.attempts)
+            say("job continues", job=job.id, attempts=job.attempts)
         self.wake()
 
     def wake(self) -> None:

@@ -303,8 +303,8 @@ class Serving:
         """Count a request as being answered while the block runs. Raises Busy if there are too many."""
         if self._answering >= self._settings.max_concurrent:
             raise Busy(
-                f"{self._answering} requests are being answered, the most this server takes at "
-                "once (max_concurrent); try again in a second"
+                f"{self._answering} requests are being answered, the maximum of this server "
+                "(max_concurrent); try again in a second"
             )
         self._answering += 1
         self._idle.clear()
@@ -323,7 +323,7 @@ class Serving:
             self.engines.outdated.add(base_model)
 
     async def close(self) -> None:
-        """Close every engine and cancel the loads under way."""
+        """Close every engine and cancel running loads."""
         await asyncio.to_thread(self.choice.close)
         await self.engines.close()
 

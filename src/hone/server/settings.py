@@ -216,13 +216,13 @@ def read_settings(options: Mapping[str, Any]) -> Settings:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         message = first["msg"].removeprefix("Value error, ")
-        # A key that is refused may still be somebody's key.
+        # A refused key may still be valid elsewhere, so it is not shown.
         value = "" if name == "api_key" else f" {first['input']!r}"
         raise ConfigError(f"{flag(name)}{value}: {message}") from None
 
 
 def _parameter(name: str, field: FieldInfo, default: Any) -> inspect.Parameter:
-    import typer  # here: a server in another process needs none
+    import typer  # imported here: a server in another process does not need it
 
     kind, metavar = _type_of(field.annotation)
     option = typer.Option(

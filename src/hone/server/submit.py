@@ -61,7 +61,7 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
     waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
     if waiting >= state.settings.max_queued_jobs:
         raise Busy(
-            f"{waiting} jobs are queued, as many as this server keeps (max_queued_jobs); wait for "
+            f"{waiting} jobs are queued, the maximum of this server (max_queued_jobs); wait for "
             "one to end, or cancel one",
             retry_after_s=10,
         )

@@ -309,6 +309,6 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
             state.checkpoints.get(record.key, step)
             raise Conflict(
                 f"step {step} of {str(record.key)!r} is the newest and is kept: it is what is "
-                "served, and what the next job goes on from"
+                "served, and what the next job starts from"
             )
         return gone

@@ -1,1 +1,1 @@
-"""`art.serverless` under hone's name: a hone server at a URL, which somebody else runs."""
+"""`art.serverless` under hone's name: a running hone server at a URL."""

@@ -168,7 +168,7 @@ class Loggers:
         why = late if logger.timed_out else cursor.error or f"its process ended with {status}"
         unsent = num_lines(self._events.path.parent) - cursor.lines
         message = self._secrets.hide(
-            f"Logger {logger.name} stopped: {why}. The run goes on; {unsent} of its events were not "
+            f"Logger {logger.name} stopped: {why}. The run continues; {unsent} of its events were not "
             f"sent, and are sent when the command is run again. See {logger.log_file}."
         )
         log.warning("%s", message)

@@ -90,7 +90,7 @@ class Store:
         except sqlite3.DatabaseError as error:
             raise StateError(
                 f"{path}: not a state file of hone ({error}). Restore it from a backup, or move it "
-                "away to start anew; checkpoints are kept beside it and are not touched."
+                "away to start over; checkpoints are kept beside it and are not touched."
             ) from error
 
     @contextmanager

@@ -1,7 +1,7 @@
 """Give a model another name, with its checkpoints, history, jobs and runs.
 
 In:   the key of a registered model, and a name that is free
-Out:  everything the store holds of it under the new name; the old one may be registered anew
+Out:  everything in the store under the new name; the old name may be registered again
 
 A directory and a database cannot change in one transaction. So the intent is written first, and
 every step after it can be repeated: start-up does so for each rename that is not marked as done.

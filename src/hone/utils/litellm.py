@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 def convert_litellm_choice_to_openai(litellm_choice: Any) -> "Choice":
     """The same choice, with its log-probabilities, token ids and `call_id`."""
-    from openai.types.chat.chat_completion import Choice  # here: it takes a second
+    from openai.types.chat.chat_completion import Choice  # imported here: it takes a second
 
     fields = litellm_choice.model_dump(warnings=False)
     # LiteLLM keeps keys that it does not know under this name.

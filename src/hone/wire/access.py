@@ -81,7 +81,7 @@ def check_not_forwarded(headers: Mapping[str, str], key_option: str) -> None:
     if name := forwarded(headers):
         raise Unauthorized(
             f"the request was forwarded by a proxy (header {name!r}), and a server without a "
-            f"key answers to clients of its own machine only. Start it with {key_option}."
+            f"key answers only clients on its own machine. Start it with {key_option}."
         )
 
 

@@ -142,7 +142,7 @@ class _Program:
             if not source.exists():
                 raise ConfigError(f"files: there is no {source}")
         if self._workdir is not None and not self._workdir.is_dir():
-            raise ConfigError(f"workdir: {self._workdir} is no directory")
+            raise ConfigError(f"workdir: {self._workdir} is not a directory")
 
     async def run(self, input: str) -> str:
         """Runs the program on one input."""

@@ -104,7 +104,7 @@ class _Service:
             value = None
         if not isinstance(value, dict):
             raise AgentFailed(
-                f"{self._name} answered with a line that is no JSON object: {text[:200]!r}",
+                f"{self._name} answered with a line that is not a JSON object: {text[:200]!r}",
                 reason="no_output",
             )
         return value

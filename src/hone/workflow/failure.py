@@ -73,7 +73,7 @@ def _truncated(calls: Sequence[SeenCall], remedy: str) -> str:
         return ""
     return (
         f" (answers cut at the token limit before it: {truncated} of {len(answers)}; an agent that "
-        f"cannot go on with such an answer {remedy})"
+        f"cannot continue with such an answer {remedy})"
     )
 
 

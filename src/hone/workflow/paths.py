@@ -19,7 +19,7 @@ def json_path(path: str) -> str:
         jsonpath.compile(path)
     except jsonpath.JSONPathError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path!r} is no JSONPath ({reason}); for example $.answer") from None
+        raise ConfigError(f"{path!r} is not a JSONPath ({reason}); for example $.answer") from None
     return path
 
 
