@@ -2,7 +2,8 @@
 
 In:   paths and content
 Out:  files and directories that survive a loss of power once a function returns; StorageError or
-      DiskFull instead of the errors of the operating system, of SQLite and of Rust libraries
+      DiskFull (ConfigError for what a user named) instead of the errors of the operating system, of
+      SQLite and of Rust libraries
 
 A rename is durable once the directory of the name is synced: syncing the file is not enough. A file
 that cannot be read for now (EIO, EMFILE, EACCES) is not a damaged file. Callers must be able to
@@ -23,7 +24,7 @@ from typing import BinaryIO
 
 from filelock import lock_descriptor
 
-from hone.errors import DiskFull, HoneError, StorageError
+from hone.errors import ConfigError, DiskFull, HoneError, StorageError
 
 _SQLITE = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -147,6 +148,26 @@ def storage(path: Path) -> Iterator[None]:
         raise StorageError(
             f"{where}: the file cannot be read or written at the moment ({error}). Nothing was changed; "
             "look at the disk, the permissions and the limit of open files (ulimit -n)."
+        ) from error
+
+
+@contextmanager
+def output(where: str) -> Iterator[None]:
+    """Raise ConfigError where the disk fails inside the block; `where` is what the user named.
+
+    As in `storage`, FileNotFoundError stays what it is: a file that is read inside the block.
+    """
+    try:
+        yield
+    except (HoneError, FileNotFoundError):
+        raise
+    except Exception as error:
+        number = _errno(error)
+        if number is None:
+            raise
+        raise ConfigError(
+            f"{where}: cannot be written to ({os.strerror(number)}). Name another place, or change "
+            "what prevents it."
         ) from error
 
 

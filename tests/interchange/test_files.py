@@ -153,6 +153,19 @@ def test_a_directory_with_another_export_is_refused(tmp_path: Path):
     assert "is a directory; name a file" in output
 
 
+@pytest.mark.parametrize("format", ["atif", "openai", "parquet"])
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path, format: str):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    run = finished_run(tmp_path / "run", 1.0)
+    for output in (tmp_path / "in.jsonl" / "out.jsonl", tmp_path / "in.jsonl" / "out"):
+        options = ["--root", tmp_path / "none", f"--format={format}", "-o", output]
+        says = f"hone: -o {output}: cannot be written to ("
+        assert says in hone_command("export-trajectories", run, *options, status=1)
+    assert says in hone_command(
+        "import-trajectories", tmp_path / "in.jsonl", "-o", output, status=1
+    )
+
+
 def test_only_the_policy_is_exported_as_the_policy(tmp_path: Path):
     run = finished_run(tmp_path / "run", 1.0, 0.5)
     greeting, role = (

@@ -11,7 +11,7 @@ from tests.server.conftest import write_model
 from tests.server.small_server import SmallServer, spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.errors import Conflict, NotFound
+from hone.errors import ConfigError, Conflict, NotFound
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.optim import AdamW
 from hone.models.architecture import DecoderConfig
@@ -154,6 +154,16 @@ def test_a_directory_that_holds_something_is_refused(root: Path, tmp_path: Path)
     with pytest.raises(Conflict, match="exists and is not empty"):
         export(root, "agent", tmp_path / "out" / "mine.txt")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_directory_that_cannot_be_written_is_named(root: Path, tmp_path: Path, merge: bool):
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / "out"
+    with pytest.raises(
+        ConfigError, match=rf"^{directory}: cannot be written to \(Not a directory\)"
+    ):
+        export(root, "agent", directory, merge=merge)
 
 
 def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path):

@@ -127,7 +127,7 @@ class LocalBackend(RemoteBackend):
             return None
         return ServerError(
             f"the server of LocalBackend({str(self.root)!r}) ended with exit status "
-            f"{server.returncode}. Its log: {self.log_place}\n{self._last_output()}"
+            f"{server.returncode}. Its log: {self.log_place}\n{self._last_output()}".rstrip()
         )
 
     async def ended(self) -> HoneError:

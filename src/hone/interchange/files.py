@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TextIO
 
+from hone.disk import output
 from hone.errors import ConfigError
 from hone.interchange.atif import from_atif, is_atif, to_atif
 from hone.interchange.base import Conversation, ExportedRollout, json_text
@@ -72,12 +73,13 @@ def _write_directory(path: Path, rollouts: Iterable[ExportedRollout]) -> int:
             f"-o {path}: the directory is not empty, and the trajectories of another export would be "
             "mixed with these; name a new one, or empty it"
         )
-    path.mkdir(parents=True, exist_ok=True)
     count = 0
-    for rollout in rollouts:
-        name = rollout.record.rollout.replace(":", "_").replace("/", "_")
-        (path / f"{name}.json").write_text(json_text(to_atif(rollout), indent=1), "utf-8")
-        count += 1
+    with output(f"-o {path}"):
+        path.mkdir(parents=True, exist_ok=True)
+        for rollout in rollouts:
+            name = rollout.record.rollout.replace(":", "_").replace("/", "_")
+            (path / f"{name}.json").write_text(json_text(to_atif(rollout), indent=1), "utf-8")
+            count += 1
     return count
 
 
@@ -86,13 +88,14 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary file that replaces the path when it is complete."""
     if path.is_dir():
         raise ConfigError(f"-o {path}: is a directory; name a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with output(f"-o {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 # ---- reading ------------------------------------------------------------------------------------

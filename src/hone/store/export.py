@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from hone.disk import move
+from hone.disk import move, output
 from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
@@ -37,20 +37,21 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
     files = find(record.spec.base_model)
     partial = directory.absolute().with_name(f".{directory.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        if merge:
-            _write_merged(checkpoint, files, partial)
-        else:
-            _write_adapter(checkpoint, files, partial)
-        _write_tokenizer(files, record.spec.chat_template_kwargs, partial)
-        shutil.copyfile(checkpoint.path / MANIFEST, partial / MANIFEST)
-        if directory.exists():
-            directory.rmdir()
-        move(partial, directory.absolute())
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with output(str(directory)):
+        partial.mkdir(parents=True)
+        try:
+            if merge:
+                _write_merged(checkpoint, files, partial)
+            else:
+                _write_adapter(checkpoint, files, partial)
+            _write_tokenizer(files, record.spec.chat_template_kwargs, partial)
+            shutil.copyfile(checkpoint.path / MANIFEST, partial / MANIFEST)
+            if directory.exists():
+                directory.rmdir()
+            move(partial, directory.absolute())
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return directory
 
 
