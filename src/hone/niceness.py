@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Give this thread, and those it starts, a lower priority."""
     if sys.platform == "linux":  # on Linux every thread has its own niceness
         with suppress(OSError):  # a sandbox may forbid it

@@ -27,7 +27,7 @@ def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
     cleaned = []
 
     async def run(interrupts: Interrupts) -> None:
-        interrupts.end_this()
+        interrupts.cancel_on_interrupt()
         signal.raise_signal(signal.SIGINT)
         try:
             await asyncio.Event().wait()
@@ -50,7 +50,7 @@ def test_it_ends_in_order_where_nobody_reads_stderr():
     stderr = os.dup(2)
 
     async def run(interrupts: Interrupts) -> None:
-        interrupts.end_this()
+        interrupts.cancel_on_interrupt()
         signal.raise_signal(signal.SIGINT)
         await asyncio.Event().wait()
 
@@ -72,7 +72,7 @@ def test_what_asyncio_would_say_is_left_to_debug(
         raise ConnectionError("cut off")
 
     async def run(interrupts: Interrupts) -> None:
-        interrupts.end_this()
+        interrupts.cancel_on_interrupt()
         task = asyncio.create_task(fails())
         await asyncio.sleep(0)
         signal.raise_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ import asyncio, threading, time
 from hone.finetune.interrupt import Interrupts
 
 async def run(interrupts):
-    interrupts.end_this()
+    interrupts.cancel_on_interrupt()
     print("running", flush=True)
     try:
         await asyncio.Event().wait()

@@ -185,7 +185,7 @@ def test_a_true_gain_is_found():
     # Half of 24 examples become right: the p value of 12 of one sign is 2 / 2**12.
     result = gain(*pairs([1.0] * 12 + [0.0] * 12))
     assert result is not None and result.p is not None
-    assert result.p <= 0.005 and result.leaves_out_0
+    assert result.p <= 0.005 and result.excludes_zero
 
 
 def test_scipy_is_loaded_when_a_number_needs_it():

@@ -14,7 +14,7 @@ from typing import Any
 import hone
 from hone import dev
 from hone.errors import HoneError
-from hone.server.model_args import settled
+from hone.server.model_args import normalize_spec
 from hone.types import ModelSpec, TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs/art.md"
@@ -350,9 +350,11 @@ def _internal(key: str, value: Any) -> Outcome:
 
 def _section(section: str, key: str, value: Any) -> Outcome:
     plain = ModelSpec(name="a", base_model="b")
-    if refused := _refusal(key, lambda: settled(plain.model_copy(update={section: {key: value}}))):
+    if refused := _refusal(
+        key, lambda: normalize_spec(plain.model_copy(update={section: {key: value}}))
+    ):
         return refused
-    spec = settled(plain.model_copy(update={section: {key: value}}))
+    spec = normalize_spec(plain.model_copy(update={section: {key: value}}))
     if spec.not_applicable:
         return "no effect", "logged when the model is registered"
     return "works", ""

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from hone.errors import ConfigError, Unauthorized
-from hone.server.auth import check, check_advertised, inference_key, settle_key
+from hone.server.auth import check, check_advertised, ensure_key, inference_key
 from hone.server.settings import Settings
 
 LOCAL = {"host": "127.0.0.1:7623"}
@@ -173,17 +173,17 @@ def test_health_is_answered_to_anyone():
 
 def test_a_key_is_made_once_for_an_open_address_and_kept_from_others(tmp_path: Path):
     settings = Settings(root=tmp_path, host="0.0.0.0")
-    settled, fresh = settle_key(settings)
+    settled, fresh = ensure_key(settings)
     assert fresh is not None and settled.api_key == fresh and len(fresh) > 30
     assert stat.S_IMODE((tmp_path / "api_key").stat().st_mode) == 0o600
-    again, shown = settle_key(settings)
+    again, shown = ensure_key(settings)
     assert shown is None and again.api_key == fresh
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two words\n", "sch\u00fcssel"])
 def test_a_file_that_holds_no_key_is_replaced(tmp_path: Path, text: str):
     (tmp_path / "api_key").write_text(text, encoding="utf-8")
-    settled, fresh = settle_key(Settings(root=tmp_path, host="0.0.0.0"))
+    settled, fresh = ensure_key(Settings(root=tmp_path, host="0.0.0.0"))
     assert fresh and settled.api_key == fresh
     assert (tmp_path / "api_key").read_text().strip() == fresh
     assert stat.S_IMODE((tmp_path / "api_key").stat().st_mode) == 0o600
@@ -197,5 +197,5 @@ def test_no_key_is_empty_or_one_that_nobody_can_send(key: str):
 
 def test_loopback_and_a_given_key_need_none(tmp_path: Path):
     for settings in (Settings(root=tmp_path), Settings(root=tmp_path, host="0.0.0.0", api_key="k")):
-        assert settle_key(settings) == (settings, None)
+        assert ensure_key(settings) == (settings, None)
     assert not (tmp_path / "api_key").exists()

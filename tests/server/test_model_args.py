@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hone.errors import ConfigError, Unprocessable
-from hone.server.model_args import checked_spec, settled
+from hone.server.model_args import checked_spec, normalize_spec
 from hone.types import ModelSpec
 
 
@@ -41,16 +41,16 @@ def test_a_model_without_sections_stays_as_it_is() -> None:
 
 
 def test_two_keys_may_say_the_same_thing_but_not_two_things() -> None:
-    assert settled(spec(rank=4, peft_args={"r": 4})).rank == 4
+    assert normalize_spec(spec(rank=4, peft_args={"r": 4})).rank == 4
     with pytest.raises(
         Unprocessable, match=r"^peft_args\.r: 4, and rank is 3; send one of the two"
     ):
-        settled(spec(rank=3, peft_args={"r": 4}))
+        normalize_spec(spec(rank=3, peft_args={"r": 4}))
     registered = spec(defaults={"max_seq_length": 10}, init_args={"max_seq_length": 20})
     with pytest.raises(
         Unprocessable, match=r"max_seq_length: 20, and defaults.max_seq_length is 10"
     ):
-        settled(registered)
+        normalize_spec(registered)
 
 
 @pytest.mark.parametrize(

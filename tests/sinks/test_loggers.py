@@ -215,7 +215,7 @@ def test_a_pause_between_two_tries_ends_with_the_session(
     stdin, parent = os.pipe()
     settings = worker.Settings(name="x", type="x", module="x", config={}, directory=tmp_path)
     config = LoggerBaseConfig(timeout_s=1e6)
-    logger, tries = worker.Worker(settings, config, worker.Bell(stdin)), []
+    logger, tries = worker.Worker(settings, config, worker.EventPipe(stdin)), []
 
     def send() -> str:
         tries.append(1)
@@ -225,7 +225,7 @@ def test_a_pause_between_two_tries_ends_with_the_session(
             raise ConnectionError("the service is restarted")
         return "sent"
 
-    assert logger._try(send) == "sent" and logger.bell.ended
+    assert logger._try(send) == "sent" and logger.pipe.ended
     os.close(stdin)
 
 

@@ -122,7 +122,9 @@ def _exchange(scope: Scope, request: Any) -> Exchange | None:
     except RuntimeError:  # a streamed body
         sent = b""
     if request.headers.get(_RETRIES, "0") != "0":
-        failed = recorder.resume(lambda e: isinstance(e, Exchange) and e.takes_up(function, sent))
+        failed = recorder.resume(
+            lambda e: isinstance(e, Exchange) and e.resume_if_retry(function, sent)
+        )
         if isinstance(failed, Exchange):
             return failed
     host = host_of(request.url.host)

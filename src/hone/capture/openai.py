@@ -71,7 +71,7 @@ class Exchange:
 
     # ---- what the patched client tells ----------------------------------------------------
 
-    def takes_up(self, function: str, sent: bytes) -> bool:
+    def resume_if_retry(self, function: str, sent: bytes) -> bool:
         """Whether the request retries this failed call; if so, the call is in progress again."""
         failed = self._seconds is not None and (self._status is None or self._status >= 400)
         if not (failed and sent == self.sent and function == self.function):

@@ -112,7 +112,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             await self.model.register(self.backend)
             info = await self.backend.model_info(self.model)
         except ServerError as error:
-            if not _is_memory(str(error)):
+            if not _is_out_of_memory(str(error)):
                 raise
             raise type(error)(f"{error}\n{LESS_MEMORY}") from error
         self.served = self._served(info)
@@ -326,7 +326,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         messages = {
             "done": job.reason,
             "cancelled": f"job {job.id} was cancelled by another client",
-            "failed": f"{failed}\n{LESS_MEMORY}" if _is_memory(why) else failed,
+            "failed": f"{failed}\n{LESS_MEMORY}" if _is_out_of_memory(why) else failed,
         }
         return TrainingJobStatus(
             run_id=ref.run_id,
@@ -375,7 +375,7 @@ def _job_id(ref: TrainingJobRef) -> str:
     return str(job_id)
 
 
-def _is_memory(message: str) -> bool:
+def _is_out_of_memory(message: str) -> bool:
     """Whether the job ran out of memory and the server's message does not say what to do."""
     short = "out of memory" in message.lower() or "OutOfMemory" in message
     return short and "num_generations" not in message

@@ -46,7 +46,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def end_this(self) -> None:
+    def cancel_on_interrupt(self) -> None:
         """Let the first Ctrl-C cancel the current task."""
         task = asyncio.current_task()
         assert task is not None, "called outside of a task"

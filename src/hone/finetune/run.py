@@ -138,7 +138,7 @@ class Run:
 
     async def go(self) -> int:
         """Train, write the report, and return the exit status."""
-        self.interrupts.end_this()
+        self.interrupts.cancel_on_interrupt()
         self._write_configuration()
         try:
             async with AsyncExitStack() as stack:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from hone.niceness import give_way
+from hone.niceness import lower_priority
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def run_in_background(function: Callable[[], T], *, low_priority: bool = False) 
 
     def run() -> None:
         if low_priority:
-            give_way(LOWEST_PRIORITY)
+            lower_priority(LOWEST_PRIORITY)
         if not future.set_running_or_notify_cancel():
             return
         try:

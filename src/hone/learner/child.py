@@ -31,7 +31,7 @@ from hone.errors import HoneError
 from hone.learner.packed import unpack_groups
 from hone.learner.staleness import check_fresh
 from hone.learner.worker import MARK, LearnerSpec, WorkerInfo
-from hone.niceness import give_way
+from hone.niceness import lower_priority
 from hone.types import TrainConfig
 
 log = logging.getLogger("hone.learner")
@@ -165,7 +165,7 @@ def _answer(
 
 def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
     if gives_way:
-        give_way(NICENESS)
+        lower_priority(NICENESS)
     import torch  # after stdout is safe, and no earlier than the niceness: it takes seconds
 
     from hone.learner.body import load_body

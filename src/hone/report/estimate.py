@@ -53,7 +53,7 @@ class Estimate:
         return self.p is not None and self.p <= ALPHA
 
     @property
-    def leaves_out_0(self) -> bool:
+    def excludes_zero(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 

@@ -79,7 +79,7 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
     """What the p value says, which decides; if the interval seems to disagree, also the reason."""
     if gain.n < MIN_PAIRS:
         return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
-    if not gain.certain and gain.leaves_out_0:
+    if not gain.certain and gain.excludes_zero:
         return (
             "This may be chance. The interval excludes 0, but with so few or such uneven changes it is "
             "too narrow; the test decides. More held-out examples would settle it."
@@ -87,7 +87,7 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
     if not gain.certain:
         return "This may be chance. More held-out examples would narrow the interval."
     text = f"The {'gain' if gain.mean > 0 else 'loss'} is unlikely to be chance."
-    if not gain.leaves_out_0:
+    if not gain.excludes_zero:
         text += " Its size is uncertain: a few examples changed by far more than the rest."
     if gain.mean < 0 and outcome.held_out:
         text += " Serve an earlier step instead (NAME@best, NAME@0)."

@@ -99,7 +99,7 @@ def is_path(base_model: str) -> bool:
     return Path(base_model).is_absolute()
 
 
-def settle_key(settings: Settings) -> tuple[Settings, str | None]:
+def ensure_key(settings: Settings) -> tuple[Settings, str | None]:
     """Settings with the key they need; the key itself if it is new, to be shown once."""
     if settings.api_key is not None or settings.loopback:
         return settings, None

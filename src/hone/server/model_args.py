@@ -195,7 +195,7 @@ def checked_spec(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpe
     """The model with its sections translated; refuses one that cannot be stored or trained."""
     for field_name, value in spec.model_dump().items():
         json_text(value, (field_name,))
-    spec = settled(spec, check_arg)
+    spec = normalize_spec(spec, check_arg)
     train_config({}, spec.defaults, "defaults")
     return spec
 
@@ -209,7 +209,7 @@ def check_base_model(spec: ModelSpec) -> None:
         raise Unprocessable([FieldError(("base_model",), message)]) from None
 
 
-def settled(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
+def normalize_spec(spec: ModelSpec, check_arg: CheckArg | None = None) -> ModelSpec:
     """The same model with hone's own keys only; two keys that disagree are refused."""
     sections = {name: getattr(spec, name) for name in SECTIONS}
     own, defaults = read_args(sections, base_model=spec.base_model, check_arg=check_arg)

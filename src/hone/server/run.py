@@ -24,7 +24,7 @@ from hone.inference.base import Engine
 from hone.lock import LockFile, LockHeld
 from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
-from hone.server.auth import check_advertised, settle_key
+from hone.server.auth import check_advertised, ensure_key
 from hone.server.listen import (
     AppServer,
     bind,
@@ -61,7 +61,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         raise ServerError(_root_in_use(settings.root, owned=owned)) from None
     with storage(settings.root):
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
-        settings, fresh_key = settle_key(settings)
+        settings, fresh_key = ensure_key(settings)
     check_advertised(settings)
     descriptors = raise_descriptor_limit()
     control = bind(settings.host, settings.port)

@@ -32,7 +32,7 @@ from typing import Any, ParamSpec, TypeVar
 from hone.disk import storage
 from hone.errors import HoneError, ServerError, Unavailable
 from hone.logs import say
-from hone.niceness import give_way
+from hone.niceness import lower_priority
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def _call(call: bytes, bodies: list[Path]) -> Any:
         task, args, kwargs = pickle.loads(call, buffers=[body.read_bytes() for body in bodies])
         # Not before: unpickling the first call imports its module, which at a low priority and
         # beside a busy engine takes many seconds.
-        give_way(NICENESS)
+        lower_priority(NICENESS)
         return task(*args, **kwargs)
     except HoneError:
         raise

@@ -72,7 +72,7 @@ class LangfuseSink(Sink):
         from langfuse.api.client import LangfuseAPI
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        from hone.sinks.otel import Answers
+        from hone.sinks.otel import ResponseStatuses
         from hone.sinks.spans import Spans
 
         url = config.resolved("base_url", "LANGFUSE_BASE_URL") or os.environ.get("LANGFUSE_HOST")
@@ -81,9 +81,9 @@ class LangfuseSink(Sink):
         secret = config.resolved("secret_key", "LANGFUSE_SECRET_KEY") or ""
         self._environment = config.resolved("environment", "LANGFUSE_TRACING_ENVIRONMENT")
         self._run = run
-        self._answers = Answers()
+        self._statuses = ResponseStatuses()
         self._exporter = OTLPSpanExporter(
-            session=self._answers.session,
+            session=self._statuses.session,
             endpoint=f"{url}/api/public/otel/v1/traces",
             headers={
                 "Authorization": f"Basic {base64.b64encode(f'{public}:{secret}'.encode()).decode()}",
@@ -113,7 +113,7 @@ class LangfuseSink(Sink):
         self._scores.flush()
 
     def _send_spans(self, spans: "list[ReadableSpan]") -> None:
-        self._answers.check(self._exporter.export(spans), "traces")
+        self._statuses.check(self._exporter.export(spans), "traces")
 
     def _send_scores(self, scores: "list[CreateScoreRequest]") -> None:
         response = self._api.scores.create(request=scores)

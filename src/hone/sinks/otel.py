@@ -68,9 +68,9 @@ class OTelSink(Sink):
             base = config.endpoint and config.endpoint.rstrip("/")
             endpoint = base and f"{base}/v1/{signal}"
             own = {"endpoint": endpoint, "headers": config.headers or None, "timeout": 10}
-            return own | {"session": self._answers.session}
+            return own | {"session": self._statuses.session}
 
-        self._answers = Answers()
+        self._statuses = ResponseStatuses()
         self._traces = OTLPSpanExporter(**arguments("traces"))
         self._metrics = OTLPMetricExporter(**arguments("metrics"))
         self._make = Spans(
@@ -91,10 +91,10 @@ class OTelSink(Sink):
         self._points.flush()
 
     def _send_spans(self, spans: "list[ReadableSpan]") -> None:
-        self._answers.check(self._traces.export(spans), "traces")
+        self._statuses.check(self._traces.export(spans), "traces")
 
     def _send_points(self, points: list[Point]) -> None:
-        self._answers.check(self._metrics.export(self._gauges(points)), "metrics")
+        self._statuses.check(self._metrics.export(self._gauges(points)), "metrics")
 
     def close(self) -> None:
         self._traces.shutdown()
@@ -135,7 +135,7 @@ class NotAccepted(Exception):
         self.status_code = status
 
 
-class Answers:
+class ResponseStatuses:
     """Records response statuses: the exporter itself only logs them and reports a failure."""
 
     def __init__(self) -> None:

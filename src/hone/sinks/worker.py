@@ -94,7 +94,7 @@ class GaveUp(Exception):
     """The sink failed for longer than `timeout_s`."""
 
 
-class Bell:
+class EventPipe:
     """Stdin: a byte for every appended event, until the session ends."""
 
     def __init__(self, stdin: int = 0) -> None:
@@ -131,8 +131,8 @@ class Bell:
 class Worker:
     """Sends one run to one sink."""
 
-    def __init__(self, settings: Settings, config: LoggerBaseConfig, bell: Bell) -> None:
-        self.directory, self.config, self.bell = settings.directory, config, bell
+    def __init__(self, settings: Settings, config: LoggerBaseConfig, pipe: EventPipe) -> None:
+        self.directory, self.config, self.pipe = settings.directory, config, pipe
         self.path = settings.directory / FOLDER / f"{settings.name}.json"
         self.cursor = Cursor.load(self.path)
         """Cursor of this run, once the run is known."""
@@ -140,9 +140,9 @@ class Worker:
     def run(self, factory: Callable[[Any, Any], AsyncIterator[Sink]]) -> None:
         """Run until the session ends and everything is sent; raises GaveUp."""
         while (run := run_of(self.directory)) is None or self.has_sent_all(run.id):
-            if self.bell.ended:
+            if self.pipe.ended:
                 return  # the run never started, or was sent in an earlier session
-            self.bell.wait()
+            self.pipe.wait()
         if self.cursor.run != run.id:
             self.cursor = Cursor(run=run.id)
         with asyncio.Runner() as runner:  # factories are asynchronous, as those of all components
@@ -164,11 +164,11 @@ class Worker:
         sent = self.cursor.lines if sink.holds is None else sink.holds
         feed = Feed(self.directory, sent, sink)
         while True:
-            ending = self.bell.ended  # before reading: no event comes after the end
+            ending = self.pipe.ended  # before reading: no event comes after the end
             self._send(feed, sink, ending=ending)
             if ending:
                 break
-            self.bell.wait()
+            self.pipe.wait()
         self._try(sink.close)
 
     def _send(self, feed: Feed, sink: Sink, *, ending: bool) -> None:
@@ -200,7 +200,7 @@ class Worker:
                 if time.monotonic() - began + pause > self.config.timeout_s:
                     text = redact(f"{type(error).__name__}: {error}".strip().partition("\n")[0])
                     raise GaveUp(text) from None
-            self.bell.pause(pause)
+            self.pipe.pause(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
@@ -222,7 +222,7 @@ def num_lines(directory: Path) -> int:
         return sum(1 for _ in file)
 
 
-def _lock(settings: Settings, bell: Bell) -> LockFile | None:
+def _lock(settings: Settings, pipe: EventPipe) -> LockFile | None:
     """The lock of the logger; None if the session ended and another process has sent everything.
 
     The other one belongs to a program that reports the same model, or to a session that was killed.
@@ -233,26 +233,26 @@ def _lock(settings: Settings, bell: Bell) -> LockFile | None:
             return LockFile(folder / f"{settings.name}.lock")
         except LockHeld:
             cursor = Cursor.load(folder / f"{settings.name}.json")
-            if bell.ended and cursor.lines >= num_lines(settings.directory):
+            if pipe.ended and cursor.lines >= num_lines(settings.directory):
                 return None
-            bell.pause(POLL_S)
+            pipe.pause(POLL_S)
 
 
 def main() -> int:
     """The exit status: 0 if everything was sent."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    bell = Bell()
-    settings = bell.settings()
+    pipe = EventPipe()
+    settings = pipe.settings()
     import_module(settings.module)
     component = registry.find("logger", settings.type)
     assert component is not None and issubclass(component.config_type, LoggerBaseConfig), settings
     config = component.config_type.model_validate(settings.config)
     os.nice(NICENESS)
-    lock = _lock(settings, bell)
+    lock = _lock(settings, pipe)
     if lock is None:
         return 0
     with lock:
-        worker = Worker(settings, config, bell)
+        worker = Worker(settings, config, pipe)
         try:
             worker.run(component.factory)
         except GaveUp as error:
