@@ -1,4 +1,4 @@
-"""The clerk of 04_langgraph as an agent of Google ADK.
+"""The clerk of 04_langgraph as a Google ADK agent.
 
 In:   a customer's question
 Out:  the clerk's answer

@@ -1,4 +1,4 @@
-"""The clerk of 04_langgraph as an agent of LlamaIndex.
+"""The clerk of 04_langgraph as a LlamaIndex agent.
 
 In:   a customer's question
 Out:  the clerk's answer

@@ -333,7 +333,8 @@ def _forced(values: list[float], alone: Sequence[bool | None], sampling: Samplin
     """Whether each token was forced by the constraint.
 
     A forced token has log-probability exactly 0. So may a likely token, or one that top-p, top-k or
-    min-p left as the only choice; so the constraint must allow no other token, as far as is known.
+    min-p left as the only choice, so hone's copy of the grammar must allow no other token. If that
+    is not known (None), log-probability 0 is enough, unless top-p, top-k or min-p is set.
     """
     if_unknown = not sampling.truncates
     pairs = zip(values, alone, strict=True)
