@@ -1,13 +1,15 @@
 """The transformers body in a learner: the decoder's results, files and hashes; what it refuses."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.learner.families import FAMILIES
+import transformers
+from tests.learner.families import FAMILIES, SIZES
 from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
@@ -135,6 +137,33 @@ def test_a_head_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(ModelUnsupported, match="its logits are not those of its head"):
         TransformersBody(model, raw=raw)
+
+
+def model_of(name: str, **sizes: Any) -> Any:
+    """A random model of a family that is in no table of the docs."""
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Doge", "it cannot be run with hone's attention (AttributeError("),  # of its masks
+        ("GPT2", "it has no linear layers, so no adapter can cover them"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(name: str, why: str):
+    model = model_of(name, **SIZES)
+    with pytest.raises(ModelUnsupported, match=rf"{re.escape(why)}.* Choose another model"):
+        TransformersBody(model, raw=model.config.to_dict())
+
+
+def test_a_model_that_takes_attention_for_contiguous_is_trained():
+    sizes = SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    sizes |= {"sliding_window": 7, "topk_group": 1, "moe_intermediate_size": 24}
+    model = model_of("Afmoe", **sizes)
+    body = TransformersBody(model, raw=model.config.to_dict())
+    assert not body.unshared and body.windows == (7,)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Phi-4", "OLMo 2"])

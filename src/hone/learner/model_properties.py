@@ -50,7 +50,8 @@ def _inspected_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any
 ) -> tuple[Tensor, None]:
     more["seen"].append((module, attention_mask))
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+    heads = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return heads.transpose(1, 2).contiguous(), None
 
 
 def _inspected_mask(*_: Any, mask_function: Callable[..., Any], **__: Any) -> _Window:
@@ -93,6 +94,11 @@ def inspect_model(model: Any, stack: nn.Module) -> ModelProperties:
     try:
         hidden = stack(input_ids=token_ids, use_cache=False, seen=seen).last_hidden_state[0]
         logits = model(input_ids=token_ids, use_cache=False, seen=[]).logits[0]
+    except Exception as error:  # the model's own code, which may do anything with its masks
+        raise ModelUnsupported(
+            f"{type(model).__name__}: it cannot be run with hone's attention ({error!r}). Choose "
+            "another model."
+        ) from error
     finally:
         model.set_attn_implementation(before)
     windows = [(module, _window_of(mask)) for module, mask in seen]

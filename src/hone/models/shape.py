@@ -164,6 +164,11 @@ def adapted_linears(raw: Mapping[str, Any], model: Any) -> "Layout":
     from hone.models.lora_linear import linear_layers
 
     linears = linear_layers(model, model.get_decoder())
+    if not linears:
+        raise ModelUnsupported(
+            f"{type(model).__name__}: it has no linear layers, so no adapter can cover them. Choose "
+            "another model."
+        )
     return Linears({path: ((path, *size),) for path, size in linears.items()})
 
 
