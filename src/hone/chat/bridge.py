@@ -194,7 +194,6 @@ class Conversation:
         self._calls.append(_Recorded(call, hashed.messages, _write_tools(check_tools(call.tools))))
 
     def prompt(self, messages: object, tools: Tools | None = None) -> NextPrompt:
-        """The next prompt."""
         checked, checked_tools = self._template.check(messages, tools)
         return self.match(HashedMessages.of(checked), checked_tools).render(self._template)
 

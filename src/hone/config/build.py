@@ -68,7 +68,7 @@ class Served:
     """Where the trained model is served."""
 
     base_url: str
-    """Ends in /v1."""
+    """Base URL of the OpenAI API; ends in /v1."""
     api_key: str
     model: str
     """The model name to send."""

@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to change."""
+    """One problem in a configuration."""
 
     place: Place
     path: Path

@@ -39,7 +39,7 @@ class ToolCallMatch(Rule, name="tool_call_match"):
     partial: bool = False
     """Score the share of calls that match, instead of 1 for all and 0 otherwise."""
     tolerance: float = Field(default=0.0, ge=0)
-    """Largest difference between numbers that count as equal."""
+    """Maximum difference between numbers that count as equal."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         try:

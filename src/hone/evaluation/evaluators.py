@@ -117,9 +117,9 @@ class Numeric(Rule, name="numeric"):
     """1 if a number in the output is close to the expected number."""
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """Largest difference."""
+    """Maximum absolute difference."""
     relative_tolerance: float = Field(default=0.0, ge=0)
-    """Largest difference as a share of the expected number; the larger of the two applies."""
+    """Maximum difference relative to the expected number; the larger of the two limits applies."""
     which: Literal["last", "first", "whole"] = "last"
     """The number of the output to compare; `whole`: the output must be a number and nothing else."""
 
@@ -162,7 +162,7 @@ class JsonMatch(Rule, name="json_match"):
     match: Literal["share", "all"] = "share"
     """`all`: 1 only if they are equal at every path."""
     tolerance: float = Field(default=0.0, ge=0)
-    """Largest difference between numbers that count as equal."""
+    """Maximum difference between numbers that count as equal."""
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         try:

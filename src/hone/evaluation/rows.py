@@ -81,7 +81,7 @@ def read_csv(path: Path, delimiter: str = ",") -> list[Row]:
 
 
 def read_tsv(path: Path) -> list[Row]:
-    """The same with tabs."""
+    """Like `read_csv`, with tabs."""
     return read_csv(path, "\t")
 
 

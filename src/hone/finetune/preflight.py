@@ -73,7 +73,6 @@ class Check:
 
 
 def failures(checks: Sequence[Check]) -> list[Check]:
-    """The checks that failed."""
     return [check for check in checks if not check.ok]
 
 

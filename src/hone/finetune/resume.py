@@ -56,7 +56,6 @@ class RunState:
         return state
 
     def add(self, event: Event) -> None:
-        """Apply one event."""
         self.history.add(event)
         if isinstance(event, JobFailed):
             self._failed_jobs[event.epoch, event.round] += 1

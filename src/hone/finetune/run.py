@@ -116,7 +116,7 @@ def finetune(options: FinetuneOptions) -> int:
 
 @dataclass
 class Run:
-    """One start of a run."""
+    """One session of a run, from its start to its end."""
 
     document: Document
     validation: Document | None

@@ -97,7 +97,7 @@ class Body(Protocol):
         ...
 
     def restore(self) -> None:
-        """Be ready for a job again."""
+        """Prepare for a job after `release`."""
         ...
 
 

@@ -40,7 +40,7 @@ class Round:
     index: int = 0
     of: int = 1
     rewards: dict[tuple[str, int], float] = field(default_factory=dict)
-    """By example and generation."""
+    """Rewards by example and generation."""
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     """`kind: reason`, by example and generation."""
     collected: EpochCollected | None = None
@@ -170,7 +170,7 @@ class History:
         self.run = RunStarted(at=0.0, run_id="", session=0, epochs=0, step=None)
         """The newest run_started event; an empty one before the first."""
         self.sessions = 0
-        """Times the run was started."""
+        """Number of times the run was started."""
         self.finished: RunFinished | None = None
         """How the newest session ended."""
         self.warnings: list[str] = []
@@ -272,7 +272,7 @@ class History:
 
     @property
     def jobs(self) -> list[JobDone]:
-        """Jobs that ended well."""
+        """Jobs that succeeded."""
         return [r.job for r in self.rounds if isinstance(r.job, JobDone)]
 
     # ---- validations ----------------------------------------------------------------------

@@ -47,7 +47,7 @@ class _Slot:
     ahead: "asyncio.Task[None] | None" = None
     """Launches it before there is a job; once, whether or not it succeeds."""
     busy: bool = False
-    """A job uses it."""
+    """Whether a job uses it."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last job released it."""
     died: str | None = None
@@ -57,7 +57,7 @@ class _Slot:
     noted: LearnerProcess | None = None
     """The learner whose startup notes were logged."""
     gpu: "LearnerGpu | None" = None
-    """Where it was launched."""
+    """The GPU that it was launched on."""
 
 
 class Learners:

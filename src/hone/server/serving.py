@@ -37,7 +37,7 @@ _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Policy:
-    """What answers a request."""
+    """The weights that answer a request: a base model's engine, and an adapter in it."""
 
     base: Base
     record: ModelRecord | None

@@ -152,7 +152,7 @@ class Sink:
         """Return when everything so far has arrived; raise if it has not."""
 
     def close(self) -> None:
-        """The session ends."""
+        """Called when the session ends."""
 
 
 TABLE_COLUMNS = ("rollout", "epoch", "example", "generation", "reward", "input", "output")

@@ -301,7 +301,6 @@ class JobStore(JobEvents):
         return self._change(job_id, cancelled, remember=True)
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
-        """Write an event of a job."""
         with self._writing() as db:
             event = self.new_event(job_id, type, data)
             self.write_event(db, event)

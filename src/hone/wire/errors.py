@@ -43,7 +43,6 @@ def error_body(
 
 
 def status_of(error: HoneError) -> int:
-    """The HTTP status of an error."""
     own = getattr(error, "status", None)
     return own or next(status for kind, status in _STATUS if isinstance(error, kind))
 

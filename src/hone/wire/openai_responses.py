@@ -110,7 +110,7 @@ class _Body(GenerationBody):
     store: bool | None = None
     """False: the response cannot be retrieved or continued by its id. The call is recorded anyway."""
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
-    """Returned with the response."""
+    """Labels that are returned with the response."""
     stream_options: dict[str, Any] | None = None
 
     @field_validator("input")

@@ -242,7 +242,6 @@ class _Program:
                 self._fill(directory, input)
 
     def _fill(self, directory: Path, input: str) -> None:
-        """Fill the working directory."""
         if self._workdir is not None:
             shutil.copytree(self._workdir, directory, symlinks=True, dirs_exist_ok=True)
         for source in self._sources:

@@ -32,7 +32,7 @@ class PythonFunctionConfig(FunctionBaseConfig, name="python"):
     functions: list[FunctionRef] = Field(default_factory=list)
     """Keys of `functions`; the function gets them by name in its parameter `functions`."""
     args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Other arguments, by name."""
+    """Further arguments of the function, by name."""
     description: str | None = None
     """Shown to an agent that chooses among functions; the docstring if not set."""
 
