@@ -26,6 +26,8 @@ def test_the_seed_s_defaults():
     [
         ({"ip": "localhost"}, "ip is 'localhost' but port is not set; set both"),
         ({"port": 7623}, "port is 7623 but ip is not set; set both"),
+        ({"ip": "http://gpu1", "port": 7623}, "expected a host name or an address, without"),
+        ({"ip": "gpu1:7623", "port": 7623}, "expected a host name or an address, without"),
         ({"inference_port": 8000}, "inference_port is 8000 but ip is not set"),
         (
             {"advertise_url": "http://gpu1:8000"},

@@ -120,8 +120,9 @@ def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str
     assert "Traceback" not in refused.stderr
 
 
-def test_an_engine_that_is_not_there_is_refused_before_it_listens(tmp_path: Path):
+def test_an_engine_that_is_not_there_is_refused_at_the_start(tmp_path: Path):
     options = ["--root", str(tmp_path), "--engine", "vllm", "--engine-python", "/no/python"]
+    options += ["--port", "0", "--inference-port", "0"]
     refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and "--engine-python /no/python: " in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -144,6 +145,16 @@ def test_an_option_that_cannot_be_used_is_named(tmp_path: Path, options: list[st
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1 and refused.stderr.startswith(f"hone: {says}")
     assert "Traceback" not in refused.stderr
+
+
+def test_one_port_for_both_apis_is_refused(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [*SERVE, "--root", str(tmp_path), "--port", port, "--inference-port", port]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert f"--inference-port {port}: cannot listen on 127.0.0.1:{port} (" in refused.stderr
 
 
 def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from hone.capture.base import host_of
 from hone.config.base import Strict
@@ -102,6 +102,16 @@ class ARTBackendConfig(Strict):
             addresses=frozenset(map(address_of, urls) if urls else at_ip),
             aliases=frozenset(aliases),
         )
+
+    @field_validator("ip")
+    @classmethod
+    def _ip_is_a_host(cls, ip: str | None) -> str | None:
+        if ip is not None and ("/" in ip or ip.count(":") == 1):  # IPv6 has more
+            raise ValueError(
+                f"got {ip!r}; expected a host name or an address, without http:// and without a "
+                "port, which has its own key `port`"
+            )
+        return ip
 
     @model_validator(mode="after")
     def _ip_and_port_go_together(self) -> Self:

@@ -65,6 +65,8 @@ def bind(host: str = "127.0.0.1", port: int = 0, *, option: str = "--port") -> s
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        # Now, because two sockets may be bound to one port until one of them listens.
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
