@@ -150,7 +150,7 @@ def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.
     assert Parts.builder.ran == []
     output = caplog.records[-1].message
     assert output.startswith("the run was not started; 1 check failed:\nserver: ")
-    assert "is_healthy() of SickAdapter says no" in output
+    assert "is_healthy() of SickAdapter returned False" in output
     checks = command.events("preflight")[0]["checks"]
     assert [check["name"] for check in checks if not check["ok"]] == ["server"]
     assert Parts.closed == ["builder", "adapter"]
