@@ -58,6 +58,8 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
         assert httpx.get(f"{control}/health").json()["status"] == "ok"
         openai = f"http://127.0.0.1:{output['inference_port']}/v1"
         assert httpx.get(f"{openai}/models").json()["data"] == []
+        wrong_port = httpx.post(f"{openai}/training/models", json={}).json()["error"]["message"]
+        assert wrong_port.endswith(f"inference APIs; the training API is on port {output['port']}")
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")

@@ -40,6 +40,7 @@ from hone.server import (
 )
 from hone.server.bodies import BodyReader, PlainRoute, is_json
 from hone.server.respond import IN_ROLLOUT
+from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
 from hone.wire.anthropic_response import MESSAGES
@@ -160,7 +161,7 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     elif isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail
         if status == 404 and detail == "Not Found":
-            detail = _no_route(scope["method"], scope["path"])
+            detail = _no_route(scope, state.settings)
         body = error_body(str(detail), status) | {"detail": detail}
     else:
         status, body = error_response(error, state.settings.log_file)
@@ -174,10 +175,15 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     return JSONResponse(body, status, headers=getattr(error, "headers", None))
 
 
-def _no_route(method: str, path: str) -> str:
-    text = f"no route {method} {path[:200]}; GET /openapi.json lists those of this server"
+def _no_route(scope: Scope, settings: Settings) -> str:
+    path, (_, port) = scope["path"], scope.get("server") or (None, None)
+    text = f"no route {scope['method']} {path[:200]}; GET /openapi.json lists those of this server"
     if "/v1/v1/" in path:
         text += ". The client adds /v1 itself: leave it out of the base URL"
+    if path.startswith("/v1/training/") and port == settings.inference_port:
+        text += (
+            f". This is the port of the inference APIs; the training API is on port {settings.port}"
+        )
     return text
 
 
