@@ -139,7 +139,7 @@ class VllmProcess:
         self._less_memory = less_memory
         self.log = output_file("vllm")
         # Not in `directory`: the path of a socket may have at most about a hundred characters.
-        self._private = Path(tempfile.mkdtemp(prefix="hone-vllm-"))
+        self._private = Path(tempfile.mkdtemp(prefix=vllm_worker.PREFIX))
         self.socket = self._private / "socket"
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._causes: dict[str, None] = {}

@@ -32,6 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PREFIX = "hone-vllm-"
+"""Of the directory into which hone copies this file, beside the socket."""
 HASHERS = 4
 """Threads that hash an adapter's tensors."""
 
@@ -51,7 +53,9 @@ def watch(pipe: int) -> None:
     def wait() -> None:
         while os.read(pipe, 1):
             pass
-        shutil.rmtree(os.path.dirname(os.path.abspath(__file__)), ignore_errors=True)
+        directory = os.path.dirname(os.path.abspath(__file__))
+        if os.path.basename(directory).startswith(PREFIX):  # a copy, and not hone's own package
+            shutil.rmtree(directory, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="hone-watch", daemon=True).start()
