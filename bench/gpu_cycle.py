@@ -1,4 +1,4 @@
-"""`python -m bench.gpu_cycle`: GRPO steps on one GPU, by phase; publishes; many cycles of sleep and wake.
+"""`python -m bench.gpu_cycle`: GRPO steps on one GPU, by phase; publishes; many sleeps; KL of learner and vLLM.
 
 In:   a Python with vLLM, and a model directory or the shape of one (random weights)
 Out:  one JSON object per line, as soon as it is measured
@@ -6,7 +6,8 @@ Out:  one JSON object per line, as soon as it is measured
 Everything goes through `hone serve` and its HTTP API. `step` samples groups of rollouts and trains on
 them. `publish` trains while chats are streamed: how soon the new step answers after its checkpoint was
 saved, and the longest gap between two tokens meanwhile. `cycles` trains one small job after the other;
-in each the engine sleeps, wakes and publishes, and its tensors are compared with the adapter.
+in each the engine sleeps, wakes and publishes, and its tensors are compared with the adapter. `kl` tells
+how far the learner's log-probabilities are from vLLM's, beside plain HF + PEFT in bfloat16 on the same tokens.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -162,12 +164,28 @@ class _Bench:
             },
         )
 
+    async def kl(self) -> None:
+        """KL of sampler and learner on tokens of a trained step, and of plain HF with and without it."""
+        size = self._options.groups, self._options.rollouts
+        first, _ = await self._train(await self._groups(*size, 0))
+        replies = await self._replies(*size, 1)
+        job, _ = await self._train([_group(messages, reply) for messages, reply in replies])
+        root = self._options.root or self._options.scratch / "root"
+        adapter = root / "bench" / "models" / "cycle" / "checkpoints" / f"{first.step:04d}"
+        plain = await asyncio.to_thread(_plain_kl, self._policy.base_model, adapter, replies)
+        learner = job.metrics["learn/mismatch_kl"]
+        say("KL to vLLM", learner=learner, ratio=learner / plain["plain_hf"], **plain)
+
     # ---- requests ------------------------------------------------------------------------------
 
     async def _groups(self, count: int, rollouts: int, seed: int) -> list[hone.TrajectoryGroup]:
-        texts = prompts(self._options.prompt_words, count, seed=seed)
+        replies = await self._replies(count, rollouts, seed)
+        return [_group(messages, reply) for messages, reply in replies]
 
-        async def sample(text: str) -> hone.TrajectoryGroup:
+    async def _replies(self, count: int, rollouts: int, seed: int) -> list[tuple[Any, Any]]:
+        """Messages and the reply to them, of so many prompts."""
+
+        async def sample(text: str) -> tuple[Any, Any]:
             messages: Any = [{"role": "user", "content": text}]
             reply = await self._policy.openai_client().chat.completions.create(
                 model=self._policy.get_inference_name(),
@@ -176,11 +194,9 @@ class _Bench:
                 max_tokens=self._options.answer_tokens,
                 logprobs=True,
             )
-            return hone.TrajectoryGroup(
-                hone.Trajectory(messages_and_choices=[*messages, choice], reward=float(i % 2))
-                for i, choice in enumerate(reply.choices)
-            )
+            return messages, reply
 
+        texts = prompts(self._options.prompt_words, count, seed=seed)
         return list(await asyncio.gather(*(sample(text) for text in texts)))
 
     async def _train(
@@ -252,6 +268,45 @@ class _Bench:
     def _body(self, text: str, **more: Any) -> dict[str, Any]:
         name = self._policy.get_inference_name()
         return {"model": name, "messages": [{"role": "user", "content": text}], **more}
+
+
+def _group(messages: Any, reply: Any) -> hone.TrajectoryGroup:
+    return hone.TrajectoryGroup(
+        hone.Trajectory(messages_and_choices=[*messages, choice], reward=float(i % 2))
+        for i, choice in enumerate(reply.choices)
+    )
+
+
+def _plain_kl(model: str, adapter: Path, replies: list[tuple[Any, Any]]) -> dict[str, float]:
+    """Mean KL to vLLM per sampled token, of plain HF + PEFT in bfloat16: with the adapter, and without it."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from hone.learner.loss import k3
+    from hone.models.find import find
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base: Any = AutoModelForCausalLM.from_pretrained(find(model).path, dtype=torch.bfloat16)
+    peft = PeftModel.from_pretrained(base.to(device), adapter, autocast_adapter_dtype=False)
+    peft = peft.to(torch.bfloat16).eval()
+    sums, tokens = {"plain_hf": 0.0, "plain_hf_without_adapter": 0.0}, 0
+
+    @torch.no_grad()
+    def kl(choice: Any, prompt: list[int]) -> float:
+        ids = torch.tensor([prompt + choice.token_ids], device=device)
+        logits = peft(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        sampled = torch.tensor([t.logprob for t in choice.logprobs.content], dtype=torch.float64)
+        return float(k3(sampled, logprobs).sum())
+
+    for _, reply in replies:
+        for choice in reply.choices:
+            sums["plain_hf"] += kl(choice, reply.prompt_token_ids)
+            with peft.disable_adapter():
+                sums["plain_hf_without_adapter"] += kl(choice, reply.prompt_token_ids)
+            tokens += len(choice.token_ids)
+    return {name: total / tokens for name, total in sums.items()}
 
 
 def longest_gap(gaps: Sequence[tuple[float, float]], start: float, end: float) -> float | None:
