@@ -3,9 +3,8 @@
 In:   a Builder (or the parts), items, an id for each rollout
 Out:  ItemResults in the order of the items; for `hone eval` files and an EvalSummary
 
-Everything is built once. `max_concurrency` limits rollouts, not their scoring: an item that is
-being scored holds no slot, so a slow judge does not leave the engine idle. A failed rollout is not
-scored.
+Everything is built once. `max_concurrency` limits rollouts, not their scoring: an item that is being
+scored holds no slot, so a slow judge does not leave the engine idle. A failed rollout is not scored.
 """
 
 import asyncio

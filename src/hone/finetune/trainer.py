@@ -9,9 +9,8 @@ Out:  one TrainingJobStatus per epoch; everything else is in events.jsonl
         run_epoch                 collect -> select -> journal -> submit
         _wait                     until the job has ended and its step is served
 
-The trainer keeps no state: resume.py derives what is done from the run's events, whether this
-process or a killed one wrote them. A submission is in the journal before it is sent, with an
-idempotency key by which the server recognizes it.
+The trainer keeps no state: resume.py derives what is done from the run's events, whether this process
+or a killed one wrote them. A submission is in the journal, with its idempotency key, before it is sent.
 """
 
 import asyncio
