@@ -275,6 +275,19 @@ async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
     assert asyncio.get_running_loop().time() - started >= 1
 
 
+async def test_an_engine_that_cannot_start_is_started_once(
+    backend: RemoteBackend, standin: StandIn
+):
+    """Another start takes minutes and ends in the same way; a request to an engine is retried."""
+    standin.refuse = lambda _: refusal(503, "out of memory", "EngineFailed", **{"Retry-After": "1"})
+    with pytest.raises(errors.EngineFailed, match="out of memory"):
+        await asyncio.wait_for(backend.prepare(MODEL), 10)
+    assert len(standin.requests) == 1
+    answers = iter([refusal(503, "crashed", "EngineFailed", **{"Retry-After": "1"})])
+    standin.refuse = lambda _: next(answers, None)
+    assert await backend.step(MODEL) == 4
+
+
 # ---- refusals ---------------------------------------------------------------------------------
 
 

@@ -101,10 +101,11 @@ class Server:
         read_s: float = ANSWER_S,
         base_url: str | None = None,
         headers: Mapping[str, str] | None = None,
+        final: tuple[type[HoneError], ...] = (),
     ) -> Any:
         """Send one request and return its JSON; retried while the server is unreachable or busy.
 
-        `base_url` is another address of the same server.
+        `base_url` is another address of the same server; errors of the `final` kinds are not retried.
         """
         await self.connect()
         outage = _Outage()
@@ -121,7 +122,7 @@ class Server:
                 if response.is_success:
                     return response.json() if response.content else None
                 failure = refusal(response, self.log_place)
-                if response.status_code not in _RETRIED:
+                if response.status_code not in _RETRIED or isinstance(failure, final):
                     raise failure
                 retry_after_s = _retry_after_s(response)
             if self._answered:
