@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -131,24 +131,21 @@ def storage(path: Path) -> Iterator[None]:
 
     A missing file stays FileNotFoundError; errors of hone and of the content stay what they are.
     """
-    try:
-        yield
-    except (HoneError, FileNotFoundError):
-        raise
-    except Exception as error:
-        number = _errno(error)
-        if number is None:
-            raise
+
+    def failure(error: Exception, number: int) -> HoneError:
         renamed_to = getattr(error, "filename2", None)
         where = renamed_to or getattr(error, "filename", None) or path
         if number in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
+            return DiskFull(
                 f"{where}: the disk is full ({error}). Free some space on the disk that holds it."
-            ) from error
-        raise StorageError(
+            )
+        return StorageError(
             f"{where}: the file cannot be read or written at the moment ({error}). Nothing was changed; "
             "look at the disk, the permissions and the limit of open files (ulimit -n)."
-        ) from error
+        )
+
+    with _disk_errors(failure):
+        yield
 
 
 @contextmanager
@@ -157,6 +154,20 @@ def output(where: str) -> Iterator[None]:
 
     As in `storage`, FileNotFoundError stays what it is: a file that is read inside the block.
     """
+
+    def failure(error: Exception, number: int) -> HoneError:
+        return ConfigError(
+            f"{where}: cannot be written to ({os.strerror(number)}). Name another place, or change "
+            "what prevents it."
+        )
+
+    with _disk_errors(failure):
+        yield
+
+
+@contextmanager
+def _disk_errors(failure: Callable[[Exception, int], HoneError]) -> Iterator[None]:
+    """Raise `failure(error, errno)` for errors of the disk inside the block, and others unchanged."""
     try:
         yield
     except (HoneError, FileNotFoundError):
@@ -165,10 +176,7 @@ def output(where: str) -> Iterator[None]:
         number = _errno(error)
         if number is None:
             raise
-        raise ConfigError(
-            f"{where}: cannot be written to ({os.strerror(number)}). Name another place, or change "
-            "what prevents it."
-        ) from error
+        raise failure(error, number) from error
 
 
 def _errno(error: Exception) -> int | None:
