@@ -296,7 +296,7 @@ class Bench:
         samples = self._samples(2, 4, 1024, 128)
         batch = pack(samples, row_tokens=2 * self._n(ROW), fill=True)
         sign = torch.randn(len(batch.labels), generator=torch.Generator().manual_seed(3))
-        state = body.model.state_dict()
+        state = self._model().state_dict()  # the same weights: of the same seed
 
         def collected() -> Any:
             grads = [leaf.grad.flatten().double() for _, leaf in lora.parameters()]
@@ -314,8 +314,7 @@ class Bench:
         def unshared(dtype: Any) -> tuple[Any, Any]:
             with torch.device(self.device):
                 model = AutoModelForCausalLM.from_config(self._config(), dtype=dtype)
-            plain = {name.replace(".part.", "."): tensor for name, tensor in state.items()}
-            model.load_state_dict(plain)
+            model.load_state_dict(state)
             model.requires_grad_(False)
             factors = dict(lora.named())
             for name, module in model.named_modules():

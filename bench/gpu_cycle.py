@@ -39,6 +39,8 @@ PROBE_S = 0.02
 """Time between two one-token requests meanwhile; none waits for the answer of the one before."""
 PROBES = 8
 """Most of them that wait at a time: serving may be paused."""
+KL_LEARNING_RATE = 2e-3
+"""So that one step changes the answers by more than bfloat16 rounds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,14 +169,15 @@ class _Bench:
     async def kl(self) -> None:
         """KL of sampler and learner on tokens of a trained step, and of plain HF with and without it."""
         size = self._options.groups, self._options.rollouts
-        first, _ = await self._train(await self._groups(*size, 0))
+        first, _ = await self._train(await self._groups(*size, 0), learning_rate=KL_LEARNING_RATE)
         replies = await self._replies(*size, 1)
         job, _ = await self._train([_group(messages, reply) for messages, reply in replies])
         root = self._options.root or self._options.scratch / "root"
         adapter = root / "bench" / "models" / "cycle" / "checkpoints" / f"{first.step:04d}"
-        plain = await asyncio.to_thread(_plain_kl, self._policy.base_model, adapter, replies)
         learner = job.metrics["learn/mismatch_kl"]
-        say("KL to vLLM", learner=learner, ratio=learner / plain["plain_hf"], **plain)
+        say("KL of learner and vLLM", learner=learner)
+        plain = await asyncio.to_thread(_plain_kl, self._policy.base_model, adapter, replies)
+        say("KL beside plain HF", learner=learner, ratio=learner / plain["plain_hf"], **plain)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -204,6 +207,7 @@ class _Bench:
         groups: list[hone.TrajectoryGroup],
         events: dict[str, float] | None = None,
         verdicts: dict[str, int] | None = None,
+        learning_rate: float = 1e-4,
     ) -> tuple[JobInfo, dict[str, float]]:
         """A job to its end; seconds between its events."""
         at = {} if events is None else events
@@ -215,7 +219,7 @@ class _Bench:
                 verdicts[verdict] = verdicts.get(verdict, 0) + 1
 
         # One optimizer step a job, as TRL takes for such a batch.
-        config = {"learning_rate": 1e-4, "groups_per_optimizer_step": len(groups)}
+        config = {"learning_rate": learning_rate, "groups_per_optimizer_step": len(groups)}
         request = JobRequest(model="bench/cycle", groups=groups, config=config)
         began = time.perf_counter()
         submitted = await self._backend.submit(request)
@@ -293,19 +297,25 @@ def _plain_kl(model: str, adapter: Path, replies: list[tuple[Any, Any]]) -> dict
     sums, tokens = {"plain_hf": 0.0, "plain_hf_without_adapter": 0.0}, 0
 
     @torch.no_grad()
-    def kl(choice: Any, prompt: list[int]) -> float:
-        ids = torch.tensor([prompt + choice.token_ids], device=device)
-        logits = peft(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-        logprobs = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu()
-        sampled = torch.tensor([t.logprob for t in choice.logprobs.content], dtype=torch.float64)
-        return float(k3(sampled, logprobs).sum())
+    def kl(prompt: list[int], choices: Sequence[Any]) -> float:
+        longest = max(len(choice.token_ids) for choice in choices)
+        padding = [[0] * (longest - len(choice.token_ids)) for choice in choices]
+        rows = [prompt + c.token_ids + after for c, after in zip(choices, padding, strict=True)]
+        ids = torch.tensor(rows, device=device)
+        logits = peft(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+        total = 0.0
+        for choice, own, targets in zip(choices, logits, ids[:, len(prompt) :], strict=True):
+            count = len(choice.token_ids)
+            logprobs = own[:count].float().log_softmax(-1).gather(-1, targets[:count, None])[:, 0]
+            sampled = torch.tensor([t.logprob for t in choice.logprobs.content]).double()
+            total += float(k3(sampled, logprobs.double().cpu()).sum())
+        return total
 
     for _, reply in replies:
-        for choice in reply.choices:
-            sums["plain_hf"] += kl(choice, reply.prompt_token_ids)
-            with peft.disable_adapter():
-                sums["plain_hf_without_adapter"] += kl(choice, reply.prompt_token_ids)
-            tokens += len(choice.token_ids)
+        sums["plain_hf"] += kl(reply.prompt_token_ids, reply.choices)
+        with peft.disable_adapter():
+            sums["plain_hf_without_adapter"] += kl(reply.prompt_token_ids, reply.choices)
+        tokens += sum(len(choice.token_ids) for choice in reply.choices)
     return {name: total / tokens for name, total in sums.items()}
 
 

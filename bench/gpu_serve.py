@@ -329,7 +329,7 @@ def _free_port() -> int:
 
 def say(what: str, **values: Any) -> None:
     """Print one JSON object."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in values.items()}
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
     print(json.dumps({"what": what, **rounded}), flush=True)
 
 

@@ -21,8 +21,15 @@ from hone.models import lora_linear
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
 from hone.models.lora import Lora
-from hone.models.lora_linear import LONG, LoraLinear
-from hone.models.shape import restricted
+from hone.models.lora_linear import (
+    LONG,
+    Factors,
+    LoraLinear,
+    LoraLinears,
+    LoraModules,
+    lora_linears,
+)
+from hone.models.shape import adapted_linears, restricted
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 
@@ -199,25 +206,85 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
     assert len(set(activations.values())) == len(activations)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 16), (16, 48), (16, 16)])
-def test_one_product_has_the_gradients_of_two(outputs: int, inputs: int):
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("length", [LONG, 5])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [([48], 16), ([16], 48), ([16], 16), ([16, 4, 4], 16), ([48, 48], 16), ([4, 6], 48)],
+)
+def test_joint_layers_have_the_gradients_of_separate_ones(
+    outputs: list[int], inputs: int, length: int, bias: bool
+):
+    """With factors in one stack, in several, and with a layer that no adapter covers."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        linears = [torch.nn.Linear(inputs, n, bias=bias and n != 4) for n in outputs]
+        layers = LoraLinears([linear.requires_grad_(False) for linear in linears])
+        layers.scale = 0.5
+        x = torch.randn(1, length, inputs).requires_grad_()
+        shared = torch.randn(3 * len(outputs), inputs).requires_grad_()
+        own = [torch.randn(6, inputs).requires_grad_() for _ in outputs]
+        b = [torch.randn(n, 3).requires_grad_() for n in outputs]
+        weights = [torch.randn(1, length, n) for n in outputs]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    stacked = [Factors(shared, b[i], 3 * i) for i in range(len(outputs))]
+    separate = [Factors(own[i], b[i], 3) for i in range(len(outputs))]
+    for factors in (stacked, separate, [None, *stacked[1:]], [None] * len(outputs)):
+        layers.factors = list(factors)
+        results = []
+        for layers.joint in (False, True):
+            y = [LoraLinear(layers, i)(x) for i in range(len(outputs))]
+            loss = torch.stack([(one * w).sum() for one, w in zip(y, weights, strict=True)]).sum()
+            grads = torch.autograd.grad(loss, [x, shared, *own, *b], allow_unused=True)
+            results.append([*y, *(torch.zeros(()) if grad is None else grad for grad in grads)])
+        for one_by_one, joint in zip(*results, strict=True):
+            torch.testing.assert_close(joint, one_by_one)
+    for one, linear in zip(LoraLinear(layers, 0).weight, linears[0].weight, strict=True):
+        assert torch.equal(one, linear)
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    linear = LoraLinear(torch.nn.Linear(inputs, outputs).double().requires_grad_(False))
-    x, linear.a, linear.b = drawn(1, LONG, inputs), drawn(6, inputs), drawn(outputs, 3)
-    linear.first, linear.scale = 3, 0.5
-    leaves = [leaf.requires_grad_() for leaf in (x, linear.a, linear.b)]
-    weights = drawn(1, LONG, outputs)
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize("family", ["Qwen2.5", "Gemma 3"])
+def test_a_compiled_layer_computes_siblings_jointly(family: str, monkeypatch: pytest.MonkeyPatch):
+    """In one graph, with q and k as one product, and gate and up as one; the next pass, too."""
+    monkeypatch.setattr(lora_linear, "LONG", 1)
+    model = BY_NAME[family].model().requires_grad_(False)
+    layout = adapted_linears(model.config.to_dict(), model)
+    modules = LoraModules(model, layout)
+    lora = Lora.init(layout, rank=3, seed=1).trainable_()
+    with torch.no_grad():
+        for _, leaf in lora.parameters():
+            leaf.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+    modules.attach(lora)
+    ids = torch.arange(1, 9)[None]
     results = []
-    for linear.one_product in (False, True):
-        y = linear(x)
-        assert ("OneProduct" in type(y.grad_fn).__name__) is linear.one_product
-        results.append([y, *torch.autograd.grad((y * weights).sum(), leaves)])
-    for two, one in zip(*results, strict=True):
-        torch.testing.assert_close(one, two)
+    for joint in (False, True):
+        for layers in lora_linears(model):
+            layers.joint = joint
+        if joint:
+            for layer in model.get_decoder().layers:
+                layer.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+        for _ in range(2):
+            model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+            results.append(gradients(lora))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+    assert len(lora_linears(model)) == 5 * model.config.num_hidden_layers
+    assert all(layers._input is None and not layers._results for layers in lora_linears(model))
+
+
+def test_a_kept_result_is_not_given_to_another_input():
+    linears = [torch.nn.Linear(4, n) for n in (4, 2)]
+    layers = LoraLinears(linears)
+    layers.joint = True
+    first, second = (LoraLinear(layers, i) for i in range(2))
+    x, other = torch.randn(2, 3, 4)
+    first(x)
+    torch.testing.assert_close(second(other), linears[1](other))
+    torch.testing.assert_close(second(other), linears[1](other))  # asked twice
+    torch.testing.assert_close(first(other), linears[0](other))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
@@ -233,8 +300,8 @@ def test_a_compiled_feed_forward_part_that_is_recomputed_is_not_kept(
     x = torch.randn(1, 64, model.config.hidden_size).requires_grad_()
     kept, grads = [], []
     for part.recompute in (False, True):
-        for linear in part.linears:
-            linear.one_product = not part.recompute
+        for linears in part.linears:
+            linears.joint = not part.recompute
         sizes: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hone.learner.offload import to_device
 from hone.learner.trie import PackedRow
 
 BLOCK = 128
@@ -143,11 +144,11 @@ def block_mask(
     q_num_blocks, q_indices = _ordered(partial.T, device)
     full_q_num_blocks, full_q_indices = _ordered(whole.T, device)
     # Of 32 bits: the kernels read them for every pair of a partial block.
-    ends, levels = leave.to(device, torch.int32), depth.to(device, torch.int32)
+    ends, levels = to_device(leave.int(), device), to_device(depth.int(), device)
     visible = (
         trie_mask(ends)
         if window is None
-        else windowed_trie_mask(ends, levels, torch.tensor(window, device=device).int())
+        else windowed_trie_mask(ends, levels, to_device(torch.tensor(window).int(), device))
     )
     return BlockMask(
         seq_lengths=(length, length),
@@ -168,7 +169,7 @@ def _ordered(dense: NDArray[np.bool_], device: torch.device | str) -> tuple[Tens
     """Per row of blocks, how many are true, and the indices of its blocks with these first."""
     count = torch.from_numpy(dense.sum(-1, dtype=np.int32))
     order = torch.from_numpy(np.argsort(~dense, axis=-1, kind="stable").astype(np.int32))
-    return count[None, None].to(device), order[None, None].to(device)
+    return to_device(count[None, None], device), to_device(order[None, None], device)
 
 
 def attention(

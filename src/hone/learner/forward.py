@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hone.learner.body import Body, as_body
 from hone.learner.logprobs import Queries, label_logprobs
+from hone.learner.offload import to_device
 from hone.learner.trie import Labels, PackedRow
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
@@ -33,4 +34,4 @@ def row_logprobs(
         target=labels.target[row.label],
     )
     logprobs, entropy = label_logprobs(body.hidden(row, lora), body.head, queries)
-    return logprobs, entropy[row.label_query.to(entropy.device)]
+    return logprobs, entropy[to_device(row.label_query, entropy.device)]

@@ -22,6 +22,7 @@ from hone.learner.body import Body, as_body
 from hone.learner.forward import row_logprobs
 from hone.learner.loss import RowLabels, penalised, row_loss, weights
 from hone.learner.metrics import Clock, Totals
+from hone.learner.offload import to_device
 from hone.learner.optim import AdamW
 from hone.learner.preference import preference, step_pairs
 from hone.learner.probe import Movement, ProbeCalls
@@ -254,7 +255,7 @@ class _Job:
                     loss_of_step += share
             with self.clock.phase("backward"):
                 (slope,) = torch.autograd.grad(loss, values)
-                new.backward(slope.to(new.device))
+                new.backward(to_device(slope, new.device))
                 norms.append(get_total_norm(optimizer.grads))
             self.totals.add(sums | {"entropy": entropies.double().sum()})
         with self.clock.phase("backward"):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hone.learner.offload import to_device
 from hone.models.layers import COARSE, wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
@@ -65,10 +66,10 @@ class Queries:
 
     def to(self, device: torch.device) -> "Queries":
         return Queries(
-            node=self.node.to(device),
-            temperature=self.temperature.to(device),
-            label_query=self.label_query.to(device),
-            target=self.target.to(device),
+            node=to_device(self.node, device),
+            temperature=to_device(self.temperature, device),
+            label_query=to_device(self.label_query, device),
+            target=to_device(self.target, device),
         )
 
 

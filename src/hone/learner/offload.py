@@ -1,7 +1,7 @@
-"""Frozen weights that leave the GPU between two jobs.
+"""Memory that moves between host and GPU: frozen weights between two jobs, inputs of a row.
 
-In:   a model whose parameters never change
-Out:  the same parameters, on the GPU or in host memory
+In:   a model whose parameters never change; tensors in host memory
+Out:  the same parameters, on the GPU or in host memory; copies on the GPU
 
 vLLM and the learner take turns on a GPU. The weights are copied to host memory once; after that,
 bytes are only copied back to the GPU. Parameters stay the same objects, so compiled code stays
@@ -42,6 +42,16 @@ class HostWeights:
         for parameter, host in zip(self._parameters, self._host, strict=True):
             parameter.data = host.to(self._device, non_blocking=True, copy=True)
         self._away = False
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on the device. Does not wait until a GPU has done what it was given before.
+
+    The next row is then prepared and launched while the GPU still computes this one.
+    """
+    if torch.device(device).type != "cuda" or not tensor.is_cpu:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def free_cached(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from hone.errors import ModelUnsupported
 from hone.learner import flex
 from hone.learner.attention import SegmentAttention
 from hone.learner.model_properties import inspect_model
-from hone.learner.offload import HostWeights, free_cached
+from hone.learner.offload import HostWeights, free_cached, to_device
 from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.lora import Layout, Lora
@@ -54,7 +54,6 @@ class TransformersBody:
         """
         self.model = model.eval().requires_grad_(False)
         self.device: torch.device = model.device
-        self._weights = HostWeights(model, self.device)
         self._raw = raw
         self._memory = memory
         self._text = model.config.get_text_config()
@@ -70,14 +69,15 @@ class TransformersBody:
         self._frozen_experts = sum(p.numel() for module in experts for p in module.parameters())
         self.layout: Layout = adapted_linears(raw, model)
         self._lora = LoraModules(model, self.layout)
+        self._weights = HostWeights(model, self.device)
         self._layers = _wrap_layers(self._stack, self._text.num_hidden_layers)
         self._feed_forward = [_wrap_feed_forward(layer.part) for layer in self._layers]
         self._rank = 0
         self._flex = (attention or (FLEX if self.device.type == "cuda" else SEGMENTS)) == FLEX
         model.set_attn_implementation(FLEX if self._flex else SEGMENTS)
         if self._flex:
-            for linear in lora_linears(model):
-                linear.one_product = True
+            for linears in lora_linears(model):
+                linears.joint = True
             flex.configure_compiler()
             for module in experts:
                 # Which experts run depends on the tokens, so their code is not compiled.
@@ -169,15 +169,15 @@ class TransformersBody:
             layer.recompute = scoring or _is_among(index, plan.layers, count)
             for part in self._feed_forward[index]:
                 part.recompute = _is_among(index, plan.feed_forward, count)
-                for linear in part.linears:
-                    linear.one_product = self._flex and not part.recompute
+                for linears in part.linears:
+                    linears.joint = self._flex and not part.recompute
         with torch.enable_grad():
             hidden = self._forward(row)
         return hidden.detach() if scoring else hidden
 
     def _forward(self, row: PackedRow) -> Tensor:
         device = self.device
-        token_ids, positions = row.token_ids.to(device), row.positions.to(device)
+        token_ids, positions = (to_device(x, device) for x in (row.token_ids, row.positions))
         if self._flex:
             masks = {
                 w: flex.block_mask(row.leave, row.positions, w or None, device)

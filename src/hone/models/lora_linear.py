@@ -1,13 +1,15 @@
-"""A frozen linear layer of a transformers model, with its part of a LoRA adapter beside it.
+"""Frozen linear layers of a transformers model, with their parts of a LoRA adapter beside them.
 
 In:   the linear layers of a model, by path
 Out:  LoraLinear modules in their place; `attach` gives them an adapter's tensors
 
 The factors stay float32 and are cast in the forward pass: a step of 1e-6 would vanish in bfloat16.
+Layers that read the same input (query and key; gate and up) are one product on a GPU, where every
+product costs the CPU 0.1 ms before its kernel starts.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +20,122 @@ from hone.models.lora import Layout, Lora
 LONG = 2048
 """Row length from which a copy of a layer's weights costs less than another pass over its
 output."""
+SIBLINGS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that read the same input. Not v_proj: values are stored for the backward pass
+as they are, and as a part of a joint output they would keep the whole of it in memory."""
+
+
+class Factors(NamedTuple):
+    """The adapter of one linear layer."""
+
+    a: Tensor  # [parts * rank, inputs], shared by layers of one input
+    b: Tensor  # [outputs, rank]
+    first: int
+    """The row of `a` where this layer's factor begins."""
+
+
+class LoraLinears(nn.Module):
+    """Layers of one input: x W' + bias, plus scale (x A') B' for those that an adapter covers."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        one, *others = linears
+        self.weight = _stacked([linear.weight for linear in linears]) if others else one.weight
+        self.bias = one.bias
+        if others and any(linear.bias is not None for linear in linears):
+            self.bias = _stacked([_bias(linear) for linear in linears])
+        self.outputs = [linear.out_features for linear in linears]
+        self.inputs = one.in_features
+        self.factors: list[Factors | None] = [None] * len(linears)
+        self.scale = 1.0
+        self.joint = False
+        """Whether all layers are computed at once. Not inside a compiled checkpoint: torch 2.11 keeps there
+        what it should recompute."""
+        self._input: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
+
+    def rows(self, index: int) -> slice:
+        """The rows of `weight` that belong to a layer."""
+        first = sum(self.outputs[:index])
+        return slice(first, first + self.outputs[index])
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        """The output of one layer; with `joint`, those of the others are kept until they ask for them."""
+        if not self.joint:
+            return self._alone(x, index)
+        if len(self.outputs) == 1:
+            return self._all(x)
+        if self._input is not x or index not in self._results:
+            self._input = x
+            self._results = dict(enumerate(self._all(x).split(self.outputs, -1)))
+        result = self._results.pop(index)
+        if not self._results:
+            self._input = None
+        return result
+
+    def _alone(self, x: Tensor, index: int) -> Tensor:
+        rows, factors = self.rows(index), self.factors[index]
+        y = F.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
+        if factors is None:
+            return y
+        a = factors.a[factors.first : factors.first + factors.b.shape[1]]
+        return y + F.linear(F.linear(x, a.to(x.dtype)), factors.b.to(x.dtype)) * self.scale
+
+    def _all(self, x: Tensor) -> Tensor:
+        """The outputs of all layers beside each other: one linear layer with a block-diagonal B."""
+        adapted = [factors for factors in self.factors if factors is not None]
+        if not adapted:
+            return F.linear(x, self.weight, self.bias)
+        stacks: list[Tensor] = []
+        for a, _, _ in adapted:
+            if all(a is not known for known in stacks):
+                stacks.append(a)
+        a = (torch.cat(stacks) if len(stacks) > 1 else stacks[0]).to(x.dtype)
+        b = torch.cat([self._rows_of_b(stacks, index, x) for index in range(len(self.outputs))])
+        if x.numel() >= LONG * self.inputs:
+            return _OneProduct.apply(x, self.weight, self.bias, a, b)
+        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, a), b)
+
+    def _rows_of_b(self, stacks: Sequence[Tensor], index: int, x: Tensor) -> Tensor:
+        """Of a layer: its B times the scale, in the columns of its A."""
+        factors, width = self.factors[index], sum(len(a) for a in stacks)
+        if factors is None:
+            return x.new_zeros(self.outputs[index], width)
+        b = factors.b.to(x.dtype) * self.scale
+        before = factors.first
+        for a in stacks:
+            if a is factors.a:
+                break
+            before += len(a)
+        return F.pad(b, (before, width - before - b.shape[1]))
 
 
 class LoraLinear(nn.Module):
-    """x W' + bias, plus scale (x A') B' while an adapter is attached."""
+    """One of the layers of a LoraLinears, in the place of a linear layer."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, layers: LoraLinears, index: int) -> None:
         super().__init__()
-        self.weight = base.weight
-        self.bias = base.bias
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.a: Tensor | None = None  # [parts * rank, inputs], shared by layers of one input
-        self.b: Tensor | None = None  # [outputs, rank]
-        self.first = 0
-        """The row of `a` where this layer's factor begins."""
-        self.scale = 1.0
-        self.one_product = False
-        """Whether long rows use _OneProduct. Not inside a compiled checkpoint: torch 2.11 keeps there what
-        it should recompute."""
+        self.layers, self.index = layers, index
+        self.in_features, self.out_features = layers.inputs, layers.outputs[index]
+
+    @property
+    def weight(self) -> Tensor:  # some models read it
+        return self.layers.weight[self.layers.rows(self.index)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.layers.bias
+        return None if bias is None else bias[self.layers.rows(self.index)]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.a is None or self.b is None:
-            return F.linear(x, self.weight, self.bias)
-        a = self.a[self.first : self.first + self.b.shape[1]].to(x.dtype)
-        b = self.b.to(x.dtype)
-        if self.one_product and x.numel() >= LONG * self.in_features:
-            return _OneProduct.apply(x, self.weight, self.bias, a, b * self.scale)
-        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, a), b) * self.scale
+        return self.layers(x, self.index)
 
 
 class _OneProduct(torch.autograd.Function):
     """x W' + bias + (x A') B', with gradients of x, A and B.
 
-    To add two products, the whole output is written and read once more. Where the output is wider than
-    the input, [x, x A'] [W, B]' gives the sum in one product; where the input is wider, its gradient is
+    To add two products, the whole output is written and read once more. Where the output is as wide as
+    the input or wider, [x, x A'] [W, B]' gives the sum in one product; otherwise the gradient of the input is
     computed in that way. The sum is then also rounded only once.
     """
 
@@ -67,9 +151,11 @@ class _OneProduct(torch.autograd.Function):
         z = F.linear(x, a)
         ctx.save_for_backward(x, z, weight, a, b)
         outputs, inputs = weight.shape
-        if outputs > inputs:
-            return F.linear(torch.cat((x, z), -1), torch.cat((weight, b), 1), bias)
-        return F.linear(x, weight, bias) + F.linear(z, b)
+        if outputs >= inputs:
+            y = F.linear(torch.cat((x, z), -1), torch.cat((weight, b), 1))
+        else:
+            y = F.linear(x, weight) + F.linear(z, b)
+        return y if bias is None else y + bias  # the compiler adds it where `y` is read
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,36 +172,65 @@ class _OneProduct(torch.autograd.Function):
 
 
 class LoraModules:
-    """The LoraLinear modules of one model."""
+    """The LoraLinears of one model."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._modules: dict[str, LoraLinear] = {}
+        self._places: dict[str, tuple[LoraLinears, int]] = {}
         self._attached: Lora | None = None
-        for path, _, _ in (part for parts in layout.adapted.values() for part in parts):
-            parent, _, name = path.rpartition(".")
-            base = model.get_submodule(path)
-            assert isinstance(base, nn.Linear), f"{path} is a {type(base).__name__}"
-            self._modules[path] = LoraLinear(base)
-            setattr(model.get_submodule(parent), name, self._modules[path])
+        paths = [path for parts in layout.adapted.values() for path, _, _ in parts]
+        for siblings in _siblings(paths):
+            layers = LoraLinears([_linear(model, path) for path in siblings])
+            for index, path in enumerate(siblings):
+                self._places[path] = layers, index
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, LoraLinear(layers, index))
 
     def attach(self, lora: Lora | None) -> None:
         """Use this adapter from now on, on the layers that it covers; None: the base model."""
         if lora is self._attached:
             return
-        for module in self._modules.values():
-            module.a = module.b = None
+        for layers, index in self._places.values():
+            layers.factors[index] = None
         for key, parts in () if lora is None else lora.config.adapted.items():
             assert lora is not None
             a, b = lora.factors(key)
             for i, (path, _, _) in enumerate(parts):
-                module = self._modules[path]
-                module.a, module.b = a, b[i]
-                module.first, module.scale = i * lora.rank, lora.scale
+                layers, index = self._places[path]
+                layers.factors[index] = Factors(a, b[i], i * lora.rank)
+                layers.scale = lora.scale
         self._attached = lora
 
 
-def lora_linears(model: nn.Module) -> tuple[LoraLinear, ...]:
-    return tuple(module for module in model.modules() if isinstance(module, LoraLinear))
+def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The paths, those of layers that read the same input together."""
+    known, done = set(paths), set[str]()
+    for path in paths:
+        if path in done:
+            continue
+        name = path.rpartition(".")[2]
+        names = next((names for names in SIBLINGS if name in names), (name,))
+        beside = [path.removesuffix(name) + other for other in names]
+        found = tuple(other for other in beside if other in known)
+        done.update(found)
+        yield found
+
+
+def _linear(model: nn.Module, path: str) -> nn.Linear:
+    module = model.get_submodule(path)
+    assert isinstance(module, nn.Linear), f"{path} is a {type(module).__name__}"
+    return module
+
+
+def _stacked(tensors: Sequence[Tensor]) -> nn.Parameter:
+    return nn.Parameter(torch.cat([tensor.detach() for tensor in tensors]), requires_grad=False)
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+
+
+def lora_linears(model: nn.Module) -> tuple[LoraLinears, ...]:
+    return tuple(module for module in model.modules() if isinstance(module, LoraLinears))
 
 
 def linear_layers(model: nn.Module, decoder: nn.Module) -> Mapping[str, tuple[int, int]]:
