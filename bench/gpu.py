@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -51,6 +52,39 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PROMPTS, COMPLETIONS, PROMPT, COMPLETION, ROW, TRAINED = 2, 8, 2048, 256, 8192, 2048
 RANK, ALPHA = 8, 16
+TILES: list[dict[str, Any]] = [
+    {},
+    {"ROWS_GUARANTEED_SAFE": True},
+    {"ROWS_GUARANTEED_SAFE": True, "PRESCALE_QK": True},
+    *(
+        {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_warps": warps, "fwd_num_stages": stages}
+        for m, n, warps, stages in (
+            (128, 128, 8, 2),
+            (128, 64, 4, 3),
+            (128, 64, 8, 4),
+            (64, 64, 4, 3),
+        )
+    ),
+    *(
+        {
+            "bwd_BLOCK_M1": m1,
+            "bwd_BLOCK_N1": n1,
+            "bwd_BLOCK_M2": n1,
+            "bwd_BLOCK_N2": m1,
+            "bwd_num_warps": warps,
+            "bwd_num_stages": stages,
+        }
+        for m1, n1, warps, stages in (
+            (64, 128, 8, 3),
+            (64, 128, 8, 2),
+            (64, 64, 4, 3),
+            (32, 128, 8, 3),
+            (64, 128, 4, 3),
+            (128, 128, 8, 2),
+        )
+    ),
+]
+"""Options of FlexAttention's kernels; the first is torch's default."""
 
 
 class Bench:
@@ -384,6 +418,48 @@ class Bench:
             top=[f"{ms:.1f} ms x{count} {key[:90]}" for ms, count, key in kernels[:30]],
         )
 
+    def attention(self) -> None:
+        """FlexAttention on the trie's row, forward and backward, with other tiles than torch's default."""
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        from hone.learner import flex
+        from hone.learner.trie import pack
+
+        samples = self._samples(PROMPTS, COMPLETIONS, PROMPT, COMPLETION)
+        (row,) = pack(samples, row_tokens=2 * self._n(ROW), fill=True).rows
+        row = flex.padded(row, -(-len(row) // 512) * 512)
+        mask = flex.block_mask(row.leave, row.positions, None, self.device)
+        heads = self.sizes["num_attention_heads"]
+        size = 1, heads, len(row), self.sizes["hidden_size"] // heads
+        on_gpu = self.device == "cuda"  # FlexAttention has no backward pass on a CPU
+        q, k, v = (
+            torch.randn(size, device=self.device, dtype=self.dtype, requires_grad=on_gpu)
+            for _ in range(3)
+        )
+        for options in TILES if on_gpu else TILES[:1]:
+
+            def call(options: Any = options) -> Any:
+                return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+
+            try:
+                compiled = torch.compile(call, dynamic=False)
+                forward, backward = self._timed(compiled, repeats=20), None
+                if on_gpu:
+                    out: Any = compiled()
+                    grad = torch.randn_like(out)
+                    back = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
+                    backward = self._timed(back, repeats=20)
+            except Exception as error:  # noqa: BLE001  not every tile fits into a multiprocessor
+                self.say("attention", options=options, error=str(error).splitlines()[-1][:200])
+                continue
+            self.say(
+                "attention",
+                options=options,
+                forward_ms=forward * 1e3,
+                backward_ms=None if backward is None else backward * 1e3,
+            )
+
     # ---- how --------------------------------------------------------------------------------------
 
     def _rows(self, what: str, learner: Any, batch: Any, memory: float | None) -> None:
@@ -610,6 +686,7 @@ def learner(options: argparse.Namespace) -> None:
             "trl": bench.trl,
             "sequence": bench.sequence,
             "profile": bench.profile,
+            "attention": bench.attention,
             "gradients": shallow.gradients,
             "recompiles": shallow.recompiles,
         }
