@@ -173,6 +173,7 @@ class TransformersBody:
                     linears.joint = self._flex and not part.recompute
         with torch.enable_grad():
             hidden = self._forward(row)
+        self._lora.forget()
         return hidden.detach() if scoring else hidden
 
     def _forward(self, row: PackedRow) -> Tensor:

@@ -70,8 +70,12 @@ class LoraLinears(nn.Module):
             self._results = dict(enumerate(self._all(x).split(self.outputs, -1)))
         result = self._results.pop(index)
         if not self._results:
-            self._input = None
+            self.forget()
         return result
+
+    def forget(self) -> None:
+        """Drop results that no layer asked for; they would keep a whole backward pass in memory."""
+        self._input, self._results = None, {}
 
     def _alone(self, x: Tensor, index: int) -> Tensor:
         rows, factors = self.rows(index), self.factors[index]
@@ -199,6 +203,11 @@ class LoraModules:
                 layers.factors[index] = Factors(a, b[i], i * lora.rank)
                 layers.scale = lora.scale
         self._attached = lora
+
+    def forget(self) -> None:
+        """Drop what a forward pass kept: some models share keys between layers and skip k_proj."""
+        for layers, _ in self._places.values():
+            layers.forget()
 
 
 def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
