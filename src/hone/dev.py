@@ -42,7 +42,7 @@ class PeftArgs(TypedDict, total=False, extra_items=Any):
 
 
 class EngineArgs(TypedDict, total=False, extra_items=Any):
-    """Arguments of vLLM's engine; all of them are accepted."""
+    """Arguments of vLLM's engine, except those that hone sets or that change the model."""
 
     gpu_memory_utilization: float
     max_model_len: int
@@ -134,6 +134,10 @@ _QUANTIZED = (
     "vLLM and the learner would round the base weights differently, and no step could be proved to be "
     "the one that was trained. If memory is short, lower max_seq_length or train a smaller base_model"
 )
+_SAME_MODEL = (
+    "The engine must serve the model that the learner trains, as its files describe it; otherwise the "
+    "log-probabilities would be those of another model"
+)
 _ADAPTERS = "hone trains LoRA adapters on its own server; set rank and alpha, or peft_args"
 _TEMPLATE = (
     "Sampling and training use the base model's own template. Save the base model with the other "
@@ -147,6 +151,10 @@ _EXPERTS = "Engine and learner each compute the routing of experts themselves"
 REASONS = {
     "load_in_4bit": _QUANTIZED,
     "load_in_8bit": _QUANTIZED,
+    "quantization": _QUANTIZED,
+    "quantization_config": _QUANTIZED,
+    "load_format": _SAME_MODEL,
+    "hf_overrides": _SAME_MODEL,
     "torchtune_args": _ADAPTERS,
     "tinker_args": _ADAPTERS,
     "tinker_native_args": _ADAPTERS,

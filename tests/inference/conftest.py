@@ -12,6 +12,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     max_lora_rank: int = 16
     enable_sleep_mode: bool = False
+    load_format: str = "auto"
     _private: int = 0
 
 class AsyncEngineArgs(EngineArgs):

@@ -283,6 +283,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "warmup_steps": 10,
         "(any other of TRL's)": 1,
     },
+    "engine_args": {
+        "quantization": "fp8",
+        "quantization_config": {"x": 1},
+        "load_format": "bitsandbytes",
+        "hf_overrides": {"x": 1},
+    },
 }
 """Keys of the sections, each with a value that is not ART's default."""
 
@@ -318,7 +324,7 @@ def rows() -> Iterator[Row]:
             f"`{section}`: ", ((k, _section(section, k, v)) for k, v in keys.items())
         )
     yield (
-        "`engine_args`",
+        "`engine_args`: any other of vLLM's",
         "works",
         "passed to vLLM, except what hone sets itself; without effect on the embedded engine",
     )

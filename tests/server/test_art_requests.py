@@ -165,6 +165,8 @@ def test_what_is_asked_of_the_openai_server_is_named_not_followed() -> None:
     assert server_keys(request) == ["log_file", "server_args.port"]
     with pytest.raises(ConfigError, match=r"config.engine_args.tensor_parallel_size: 4 is not in"):
         server_keys({"engine_args": {"tensor_parallel_size": 4}})
+    with pytest.raises(ConfigError, match=r"config.engine_args.quantization: 'fp8' is not in"):
+        server_keys({"engine_args": {"quantization": "fp8"}})
 
 
 # ---- logs -------------------------------------------------------------------------------------

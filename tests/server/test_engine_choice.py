@@ -103,6 +103,39 @@ def test_engine_args_that_cannot_be_honoured_are_refused(
     assert str(refused.value).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            {"quantization": "fp8"},
+            "'fp8' is not in this version; leave it out. vLLM and the learner",
+        ),
+        ({"quantization_config": {"bits": 4}}, "{'bits': 4} is not in this version"),
+        (
+            {"load_format": "bitsandbytes"},
+            "'bitsandbytes' is not in this version; leave it out or ",
+        ),
+        ({"load_format": "dummy"}, "'dummy' is not in this version; leave it out or send 'auto'. "),
+        ({"hf_overrides": {"quantization_config": {}}}, "{'quantization_config': {}} is not in "),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "embedded", "url"])
+def test_the_engine_serves_the_weights_that_the_learner_trains(
+    state: State, python: Path, engine: str, args: dict[str, Any], says: str
+) -> None:
+    url = {"engine_url": "http://10.0.0.1:8000"}
+    settings = url if engine == "url" else {"engine": engine, "engine_python": python}
+    with pytest.raises(ConfigError) as refused:
+        checked_spec(spec(engine_args=args), choice(state, **settings).check_arg())
+    assert str(refused.value).startswith(f"engine_args.{next(iter(args))}: {says}")
+
+
+def test_other_formats_of_the_same_weights_reach_vllm(state: State, python: Path) -> None:
+    sent = spec(engine_args={"load_format": "safetensors", "quantization": None})
+    settled = checked_spec(sent, choice(state, engine="vllm", engine_python=python).check_arg())
+    assert settled.engine_args == {"load_format": "safetensors"}
+
+
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
     check_arg = choice(state, engine_url="http://10.0.0.1:8000").check_arg()
     with pytest.raises(ConfigError, match="for a vLLM that runs already"):

@@ -64,6 +64,16 @@ DEVICES = dict.fromkeys(
 )
 """An engine runs on one device."""
 
+_READERS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""vLLM's load formats that read the base model's own files and change nothing."""
+SAME_MODEL: dict[str, tuple[Any, ...]] = {
+    "engine_args.quantization": (),
+    "engine_args.quantization_config": (),
+    "engine_args.load_format": _READERS,
+    "engine_args.hf_overrides": (),
+}
+"""Arguments with which an engine would serve another model than the learner trains."""
+
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.lora_dropout": (0,),
     "peft_args.bias": ("none",),
@@ -83,6 +93,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "engine_args.revision": (),
     "engine_args.rope_scaling": (),
     **DEVICES,
+    **SAME_MODEL,
     "trainer_args.adam_beta1": (0.9,),
     "trainer_args.adam_beta2": (0.99,),
     "trainer_args.adam_epsilon": (1e-8,),
@@ -160,7 +171,10 @@ def read_args(
             spec.take(name, [] if all_linear else value, {TARGETS: "target_modules"})
             continue
         if check_arg and name not in _MODELS and (section == "engine_args" or key in GPU_IDS):
-            if check_arg(".".join(map(str, (*root, name))), key, value):
+            where = ".".join(map(str, (*root, name)))
+            if name in SAME_MODEL:
+                check_only(where, value, SAME_MODEL[name])
+            if check_arg(where, key, value):
                 engine_args[key] = value
             else:
                 spec.not_applicable.append(name)
