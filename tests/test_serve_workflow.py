@@ -203,7 +203,12 @@ def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines could run"):
         serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
     with workflow(config, "--api_key", "sesame") as url:
-        assert post(f"{url}/generate", {"input": "broken"}).status_code == 401
+        for sent, why in (
+            ({}, "the request has no API key; "),
+            ({"Authorization": "Bearer key"}, "wrong; "),
+        ):
+            answer = post(f"{url}/generate", {"input": "broken"}, **sent)
+            assert answer.status_code == 401 and why in answer.text
         for sent, status in (
             ({"Authorization": "Bearer sesame"}, 500),
             ({"Authorization": "bearer sesame", "Host": "workflow.cluster:8080"}, 500),

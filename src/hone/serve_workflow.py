@@ -30,7 +30,14 @@ from hone.config.build import build
 from hone.config.schema import read
 from hone.errors import BadRequest, ConfigError, Unauthorized
 from hone.evaluation.steps import all_steps
-from hone.wire.access import Names, check_host, check_not_forwarded, check_origin, has_key
+from hone.wire.access import (
+    Names,
+    check_host,
+    check_not_forwarded,
+    check_origin,
+    has_key,
+    key_problem,
+)
 from hone.wire.rollout import RolloutScope
 from hone.workflow.endpoint import DATA, STEP
 from hone.workflow.function import Function
@@ -175,7 +182,8 @@ class WorkflowApp:
             try:
                 self._check(request.headers)
                 if self._key and needs_key and not has_key(self._key, request.headers):
-                    raise Unauthorized("the API key is missing or wrong")
+                    how = "send the key of --api_key: Authorization: Bearer KEY"
+                    raise Unauthorized(f"{key_problem(request.headers)}; {how}")
                 return await answer(request)
             except Unauthorized as error:
                 return _error(401, str(error))

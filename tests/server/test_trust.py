@@ -39,6 +39,34 @@ def test_an_empty_bearer_token_opens_nothing(make_server: MakeServer):
         assert raw_status(url, "Host: 127.0.0.1\r\nAuthorization: Bearer k\r\n") == 200
 
 
+def test_a_401_says_whether_the_key_is_missing_or_wrong(make_server: MakeServer):
+    server = make_server(api_key="hone-right")
+    inference = inference_key(server.state.settings)
+    missing, wrong = "the request has no API key; ", "the request's API key is wrong; "
+    other = (
+        "the request's API key is the inference key, which is valid for the inference APIs only; "
+    )
+    cases: list[tuple[Any, str]] = [
+        ({}, missing),
+        ({"Authorization": "Bearer"}, missing),
+        ({"Authorization": "Basic hone-right"}, missing),
+        ({"Authorization": "Bearer default"}, missing),  # a client for which no key is set
+        ({"Authorization": "Bearer hone-righ"}, wrong),
+        ({"Authorization": "Bearer hone-right-2"}, wrong),
+        ({"Authorization": "Bearer sch\u00fcssel".encode("latin-1")}, wrong),
+        ({"x-api-key": "hone-left"}, wrong),
+        ({"Authorization": f"Bearer {inference}"}, other),
+    ]
+    for headers, why in cases:
+        for url in (server.control_url, server.inference_url):
+            answer = httpx.get(f"{url}/v1/training/models", headers=headers)
+            error = answer.json()["error"]
+            assert answer.status_code == 401 and error["message"].startswith(why), (headers, error)
+            assert "send the server's key: Authorization: Bearer KEY" in error["message"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+            assert "hone-" not in answer.text and "default" not in answer.text, answer.text
+
+
 def test_a_proxys_word_for_its_client_is_not_taken(make_server: MakeServer):
     server = make_server(api_key="k", trust_network=(ip_network("10.0.0.0/8"),))
     headers = "Host: 127.0.0.1\r\nX-Forwarded-For: 10.0.0.9\r\n"

@@ -31,6 +31,7 @@ from hone.wire.access import (
     forwarded,
     has_key,
     ip,
+    key_problem,
 )
 
 Access = Literal["operator", "peer", "inference", "anyone"]
@@ -47,6 +48,9 @@ _OPENAI = re.compile(
     r"(chat/completions|completions|responses(/.*)?|messages(/count_tokens)?|models(/.*)?)"
 )
 """Paths for which the inference key is valid."""
+_INFERENCE_ONLY = (
+    "the request's API key is the inference key, which is valid for the inference APIs only"
+)
 
 
 def check(
@@ -60,13 +64,15 @@ def check(
         check_not_forwarded(headers, "--api-key")
     if settings.api_key is None or has_key(settings.api_key, headers):
         return "operator" if control else "inference"
-    if has_key(inference_key(settings), headers) and _OPENAI.fullmatch(path):
+    may_infer = has_key(inference_key(settings), headers)
+    if may_infer and _OPENAI.fullmatch(path):
         return "inference"
     if control and _trusted(settings, headers, client):
         return "peer"
     if path in OPEN:
         return "anyone"
-    raise Unauthorized(_refusal(settings, control=control))
+    problem = _INFERENCE_ONLY if may_infer else key_problem(headers)
+    raise Unauthorized(f"{problem}; {_what_to_send(settings, control=control)}")
 
 
 def may_load(settings: Settings, base_model: str) -> bool:
@@ -152,7 +158,7 @@ def _trusted(settings: Settings, headers: Mapping[str, str], client: str | None)
     return address is not None and any(address in network for network in settings.trust_network)
 
 
-def _refusal(settings: Settings, *, control: bool) -> str:
+def _what_to_send(settings: Settings, *, control: bool) -> str:
     message = "send the server's key: Authorization: Bearer KEY"
     if not control:
         return f"{message} (OPENAI_API_KEY for OpenAI clients)."

@@ -21,6 +21,8 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
 INFERENCE = "hone-inference-"
 """Prefix of an inference key."""
+NO_KEY = "default"
+"""What clients send if no key is set: OpenAI's clients must send one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,19 @@ def has_key(key: str | None, headers: Mapping[str, str]) -> bool:
     """Whether `Authorization: Bearer`, or the `x-api-key` of Anthropic's clients, has the key."""
     if not key:
         return False
+    return any(hmac.compare_digest(one.encode(), key.encode()) for one in _keys(headers))
+
+
+def key_problem(headers: Mapping[str, str]) -> str:
+    """Why a request without the right key is refused: it has none, or a wrong one."""
+    if any(key not in ("", NO_KEY) for key in _keys(headers)):
+        return "the request's API key is wrong"
+    return "the request has no API key"
+
+
+def _keys(headers: Mapping[str, str]) -> tuple[str, str]:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    sent = (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-    return any(hmac.compare_digest(one.encode(), key.encode()) for one in sent)
+    return token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
 
 
 def derive_inference_key(api_key: str) -> str:
