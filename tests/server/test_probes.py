@@ -154,3 +154,15 @@ def test_the_key_and_the_inference_key_open_them(
                 answer = http.request(method, url + path, json=body, headers=headers)
                 assert answer.status_code == 200, (path, answer.text)
             assert http.request(method, url + path, json=body).status_code == 401, path
+
+
+def test_the_limit_is_that_of_the_requested_model(
+    http: Any, server: Server, tiny_model: Path
+) -> None:
+    base = str(tiny_model)  # 512 positions, and the server allows 8,192 tokens
+    for name, length in (("short", 80), ("long", 4096)):
+        spec = ModelSpec(name=name, base_model=base, defaults={"max_seq_length": length})
+        server.state.models.register(spec)
+    for model, limit in (("short", 80), ("short@0", 80), ("long", 512), (base, 512)):
+        answer = http.post("/tokenize", json={"model": model, "prompt": "x"}).json()
+        assert answer["max_model_len"] == limit, model

@@ -146,8 +146,7 @@ def _add_tokenizer_routes(router: APIRouter, state: State) -> None:
     async def tokenize(request: Request) -> TokenizeResponse:
         """The token ids of a prompt, or of a chat as its template renders it."""
         body = TokenizeRequest.parse(read_json(await request.body()))
-        tokenizer = await _tokenizer(state, body.model)
-        limit = min(tokenizer.max_positions, state.settings.max_seq_length)
+        tokenizer, limit = await _tokenizer(state, body.model)
         tokens = await asyncio.to_thread(_encode, tokenizer, body)
         names: list[str] | None = None
         if body.return_token_strs:
@@ -160,7 +159,7 @@ def _add_tokenizer_routes(router: APIRouter, state: State) -> None:
     async def detokenize(request: Request) -> DetokenizeResponse:
         """The text of token ids, special tokens included."""
         body = DetokenizeRequest.parse(read_json(await request.body()))
-        tokenizer = await _tokenizer(state, body.model)
+        tokenizer, _ = await _tokenizer(state, body.model)
         tokenizer.check_ids(body.tokens, "tokens")
         text = await asyncio.to_thread(tokenizer.template.text, body.tokens)
         return DetokenizeResponse(prompt=text)
@@ -171,7 +170,7 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def _tokenizer(state: State, model: str | None) -> BaseTokenizer:
+async def _tokenizer(state: State, model: str | None) -> tuple[BaseTokenizer, int]:
     if model is None:
         served = await asyncio.to_thread(state.serving.served)
         roots = list(dict.fromkeys(name.root for name in served))

@@ -51,9 +51,7 @@ class RequestContext:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens in prompt and answer together."""
-        most = min(self.policy.base.max_positions, self.state.settings.max_seq_length)
-        own = self.spec("defaults", {}).get("max_seq_length")
-        return min(most, int(own or most))
+        return self.state.serving.max_length(self.policy.base, self.policy.record)
 
     def spec(self, field: str, default: Any) -> Any:
         """A field of the registered model; the default for a base model."""

@@ -138,11 +138,19 @@ class Serving:
         async with self.using(name, **more) as policy:
             return policy
 
-    async def tokenizer(self, name: str) -> BaseTokenizer:
-        """The tokenizer and chat template behind a name, as in `using`; loads no weights."""
+    async def tokenizer(self, name: str) -> tuple[BaseTokenizer, int]:
+        """The tokenizer behind a name, as in `using`, and its `max_length`; loads no weights."""
         base_name, record, _ = await asyncio.to_thread(self._look_up, name, None, None)
-        base = await self.engines.tokenizer(base_name)
-        return base if record is None else base.with_kwargs(record.spec.chat_template_kwargs)
+        loaded = self.engines.loaded().get(base_name)  # knows the engine's limit, too
+        base = loaded or await self.engines.tokenizer(base_name)
+        kwargs = {} if record is None else record.spec.chat_template_kwargs
+        return base.with_kwargs(kwargs), self.max_length(base, record)
+
+    def max_length(self, base: BaseTokenizer, record: ModelRecord | None) -> int:
+        """Maximum tokens of a prompt and its answer together: the least of all limits."""
+        most = min(base.max_positions, self._settings.max_seq_length)
+        own = None if record is None else record.spec.defaults.get("max_seq_length")
+        return min(most, int(str(own or most)))
 
     def _look_up(
         self, name: str, run: RunSpec | None, step: int | None

@@ -53,7 +53,7 @@ class TokenizeRequest(_Request):
 class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
-    """Maximum tokens of a prompt and its answer together."""
+    """Maximum tokens of a prompt and its answer together, for the requested model."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
