@@ -13,7 +13,7 @@ from tests.learner.families import FAMILIES, SIZES
 from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
-from hone.learner.body import BODY, DecoderBody, load_body, runs_own_decoder
+from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import pack
@@ -29,7 +29,7 @@ from hone.models.lora_linear import (
     LoraModules,
     lora_linears,
 )
-from hone.models.shape import adapted_linears, restricted
+from hone.models.shape import BODY, adapted_linears, restricted, runs_own_decoder
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 

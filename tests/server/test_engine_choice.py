@@ -11,9 +11,10 @@ from hone.errors import ConfigError, EngineError
 from hone.server import engine_choice
 from hone.server.art_requests import ArtModel, model_spec
 from hone.server.engine_choice import EngineChoice, Plan
-from hone.server.model_args import checked_spec
+from hone.server.model_args import PROJECTIONS, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
+from hone.server.training import registered
 from hone.types import ModelSpec
 
 
@@ -157,6 +158,52 @@ def test_arts_clients_send_engine_args_and_gpu_ids(
     ids = {"inference_gpu_ids": [1], "trainer_gpu_ids": [0]}
     assert sent.engine_args == {"gpu_memory_utilization": 0.7, **ids}
     assert sent.not_applicable == []
+
+
+ONLY_ALL = (
+    "target_modules: on a CPU hone trains all linear layers of this model, not only q_proj. Leave "
+    "target_modules out, or set HONE_LEARNER_BODY=transformers for the server."
+)
+NO_LAYER = (
+    "target_modules: this model has no linear layer called 'w1'. It has: down_proj, gate_proj"
+)
+
+
+@pytest.mark.parametrize(
+    ("targets", "body", "gpus", "says"),
+    [
+        (["q_proj"], None, 0, ONLY_ALL),
+        (["q_proj"], "transformers", 0, None),
+        (["q_proj"], None, 1, None),
+        (["w1"], None, 0, NO_LAYER),
+        (["w1"], None, 1, NO_LAYER),
+        (PROJECTIONS, None, 0, None),
+    ],
+)
+def test_target_modules_that_the_learner_cannot_train_are_not_registered(
+    tmp_path: Path,
+    python: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    targets: list[Any],
+    body: str | None,
+    gpus: int,
+    says: str | None,
+) -> None:
+    if body:
+        monkeypatch.setenv("HONE_LEARNER_BODY", body)
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: gpus)
+    state = State(Settings(root=tmp_path / "root", engine="vllm", engine_python=python))
+    sent = ModelSpec(name="a", base_model=str(tiny_model), peft_args={"target_modules": targets})
+    try:
+        if says is None:
+            registered(state, sent)
+            return
+        with pytest.raises(ConfigError) as refused:
+            registered(state, sent)
+        assert str(refused.value).startswith(says) and state.models.list() == []
+    finally:
+        state.store.close()
 
 
 def test_more_gpus_than_there_are(state: State, python: Path) -> None:

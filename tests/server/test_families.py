@@ -75,6 +75,18 @@ async def test_an_adapter_covers_the_layers_that_were_asked_for(tmp_path: Path, 
             assert config["target_modules"] == ["q_proj", "v_proj"]
 
 
+async def test_a_model_with_layers_that_cannot_be_trained_gets_no_first_step(
+    tmp_path: Path, tokenizer: Any, tiny_model: Path
+):
+    """As for a base model that had to be downloaded, so that it was unknown when registered."""
+    engine = ScriptedEngine(["ok"], tokenizer=tokenizer)
+    async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
+        record = server.models.register(spec(tiny_model, target_modules=["q_proj"]))
+        with pytest.raises(ConfigError, match=r"^target_modules: on a CPU hone trains all linear"):
+            await server.service.prepare(record)
+        assert server.checkpoints.list(record.key) == []
+
+
 @pytest.mark.parametrize(
     "sent", [{"target_modules": ["q_proj"]}, {"peft_args": {"target_modules": ["q_proj"]}}]
 )

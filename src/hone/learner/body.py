@@ -8,15 +8,13 @@ which runs on CUDA and supports every family. Both use the same adapters and wri
 """
 
 import json
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hone.errors import ConfigError
 from hone.learner.attention import ancestors_attention
 from hone.learner.logprobs import Head
 from hone.learner.offload import free_cached
@@ -24,12 +22,7 @@ from hone.learner.trie import PackedRow
 from hone.models import fit
 from hone.models.decoder import Decoder
 from hone.models.lora import Layout, Lora
-from hone.models.shape import own_decoder, restricted
-
-BODY = "HONE_LEARNER_BODY"
-"""Environment variable that overrides the choice of `load_body`: decoder or transformers."""
-MIN_HEAD_DIM = 16
-"""Minimum head dimension that FlexAttention supports on CUDA."""
+from hone.models.shape import trains_decoder, unrestricted
 
 
 class Body(Protocol):
@@ -136,13 +129,7 @@ class DecoderBody:
         return Head(self.decoder.head)
 
     def layout_of(self, target_modules: Collection[str]) -> Layout:
-        if restricted(self.layout, target_modules) is not self.layout:
-            raise ConfigError(
-                f"target_modules: on a CPU hone trains all linear layers of this model, not only "
-                f"{', '.join(sorted(target_modules))}. Leave target_modules out, or set "
-                f"{BODY}=transformers for the server."
-            )
-        return self.layout
+        return unrestricted(self.layout, target_modules)
 
     def arranged(self, row: PackedRow, like: int = 0) -> PackedRow:
         return row
@@ -178,18 +165,11 @@ def load_body(
     `memory` replaces the learner's share of a GPU, in bytes.
     """
     raw = json.loads((directory / "config.json").read_text())
-    own = runs_own_decoder(raw, device)
-    if os.environ.get(BODY, "decoder" if own else "transformers") == "decoder":
+    if trains_decoder(raw, device):
         return DecoderBody(Decoder.load(directory, device=device, dtype=dtype))
     from hone.learner.transformers_body import TransformersBody  # takes seconds to import
 
     return TransformersBody.load(directory, device=device, dtype=dtype, memory=memory)
-
-
-def runs_own_decoder(raw: Mapping[str, Any], device: str) -> bool:
-    """Whether hone's own decoder is the body: on a CPU, and where FlexAttention cannot run."""
-    decoder = own_decoder(raw)
-    return decoder is not None and (device.startswith("cpu") or decoder.head_dim < MIN_HEAD_DIM)
 
 
 def as_body(model: Decoder | Body) -> Body:

@@ -40,16 +40,18 @@ _PATTERNS = [
 _IGNORED = [CONSOLIDATED, "*/*"]
 
 
-def find(name: str, *, download: bool = True, progress: Progress | None = None) -> ModelFiles:
+def find(
+    name: str, *, download: bool = True, convert: bool = True, progress: Progress | None = None
+) -> ModelFiles:
     """The files of the model called `name`.
 
-    With `download` false it searches only this machine. `progress` reports a conversion; the hub
-    draws its own bars.
+    With `download` false it searches only this machine. With `convert` false it may be a GGUF file.
+    `progress` reports a conversion; the hub draws its own bars.
     """
     tried: list[str] = []
     return (
-        _in_directory(name, tried, progress)
-        or _in_wheel(name, tried, progress)
+        _in_directory(name, tried, progress, convert=convert)
+        or _in_wheel(name, tried, progress, convert=convert)
         or _in_hub_cache(name, tried)
         or _on_hub(name, tried, download)
         or _give_up(name, tried)

@@ -1,13 +1,15 @@
 """The sizes of a model of any family, on which its memory, adapter and requests depend.
 
 In:   a config.json
-Out:  Shape, or ModelUnsupported if transformers does not know the family either
+Out:  Shape, or ModelUnsupported if transformers does not know the family either; which model the
+      learner trains on a device, and which of its layers
 
 Families of hone's own decoder are read without transformers, which takes seconds to import. For
 others, a transformers model without weights is built and measured.
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +20,11 @@ from hone.models.architecture import FAMILIES, DecoderConfig
 
 if TYPE_CHECKING:
     from hone.models.lora import Layout
+
+BODY = "HONE_LEARNER_BODY"
+"""Environment variable that overrides `runs_own_decoder`: decoder or transformers."""
+MIN_HEAD_DIM = 16
+"""Minimum head dimension that FlexAttention supports on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,18 @@ def own_decoder(raw: Mapping[str, Any]) -> DecoderConfig | None:
         return DecoderConfig.parse(dict(raw), where="config.json")
     except ModelUnsupported:
         return None
+
+
+def runs_own_decoder(raw: Mapping[str, Any], device: str) -> bool:
+    """Whether hone's own decoder is faster: on a CPU, and where FlexAttention cannot run."""
+    decoder = own_decoder(raw)
+    return decoder is not None and (device.startswith("cpu") or decoder.head_dim < MIN_HEAD_DIM)
+
+
+def trains_decoder(raw: Mapping[str, Any], device: str) -> bool:
+    """Whether the learner trains with hone's own decoder, not with the transformers model."""
+    own = runs_own_decoder(raw, device)
+    return os.environ.get(BODY, "decoder" if own else "transformers") == "decoder"
 
 
 def _of_decoder(config: DecoderConfig) -> Shape:
@@ -184,3 +203,25 @@ def restricted(layout: "Layout", target_modules: Collection[str]) -> "Layout":
     if not target_modules or names == set(target_modules):
         return layout
     return Linears({p[0]: (p,) for p in parts if p[0].rpartition(".")[2] in target_modules})
+
+
+def unrestricted(layout: "Layout", target_modules: Collection[str]) -> "Layout":
+    """The layout, which hone's own decoder trains completely; ConfigError for a part of it."""
+    if restricted(layout, target_modules) is not layout:
+        raise ConfigError(
+            f"target_modules: on a CPU hone trains all linear layers of this model, not only "
+            f"{', '.join(sorted(target_modules))}. Leave target_modules out, or set "
+            f"{BODY}=transformers for the server."
+        )
+    return layout
+
+
+def check_targets(raw: Mapping[str, Any], target_modules: Collection[str], device: str) -> None:
+    """Refuse layers that a learner on this device cannot train.
+
+    Checks families of hone's own decoder only: for others, transformers would have to be imported.
+    """
+    decoder = own_decoder(raw)
+    if decoder is not None:
+        check = unrestricted if trains_decoder(raw, device) else restricted
+        check(decoder, target_modules)

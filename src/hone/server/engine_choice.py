@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hone.errors import ConfigError, EngineError
+from hone.errors import ConfigError, EngineError, ModelNotFound
 from hone.inference.base import Engine
 from hone.inference.vllm_args import (
     GPU_IDS,
@@ -37,6 +37,7 @@ from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm,
 from hone.logs import say
 from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
 from hone.models.find import find
+from hone.models.shape import check_targets
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
@@ -130,11 +131,13 @@ class EngineChoice:
     def register(self, spec: ModelSpec, in_use: bool) -> bool:
         """Register a model; returns whether the running engine must be reopened for it.
 
-        Raises ConfigError for more GPUs than there are, and for an engine that cannot change now.
+        Raises ConfigError for more GPUs than there are, for layers that the learner cannot train, and
+        for an engine that cannot change now.
         """
         if not self.is_vllm:
             return False
         self._gpus(spec.engine_args)
+        self._check_targets(spec)
         with self._lock:
             opened = self._opened.get(spec.base_model)
             changes = opened is not None and not opened.covers(self._plan(spec.base_model, spec))
@@ -146,6 +149,20 @@ class EngineChoice:
                 )
             self._last[spec.base_model] = spec
             return changes
+
+    def _check_targets(self, spec: ModelSpec) -> None:
+        """Refuse target_modules that cannot be trained, if the base model is on this machine.
+
+        A model that must be downloaded or converted is checked when its first step is written.
+        """
+        if not spec.target_modules:
+            return
+        try:
+            config = find(spec.base_model, download=False, convert=False).config
+        except (ModelNotFound, OSError, ValueError):
+            return
+        device = self._settings.device or ("cuda" if num_gpus(None) else "cpu")
+        check_targets(config, spec.target_modules, device)
 
     def _plan(self, base_model: str, spec: ModelSpec | None) -> Plan:
         specs = [record.spec for record in self._models.on_base(base_model)]

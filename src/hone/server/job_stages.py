@@ -81,9 +81,10 @@ class JobStages:
             # Imported here: torch takes seconds to load, and `hone serve` starts without it.
             from hone.learner.optim import AdamW
             from hone.models.lora import Lora
-            from hone.models.shape import restricted, shape_of
+            from hone.models.shape import check_targets, restricted, shape_of
 
             files = tokenizer.files
+            check_targets(files.config, spec.target_modules, self.choice.machine()[0])
             shape = shape_of(files.config, where=str(files.path / "config.json"))
             layout = restricted(shape.layout, spec.target_modules)
             lora = Lora.init(layout, rank=spec.rank, alpha=spec.alpha, seed=spec.seed)
