@@ -83,6 +83,25 @@ def test_a_wrong_command_is_a_usage_error():
     assert run("models", "pull").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "where"),
+    [
+        (["serve", "--root", ""], 1, "--root ''"),
+        (["export", "agent", "out", "--root", ""], 2, "'--root'"),
+        (["export", "agent", ""], 2, "'DIR'"),
+        (["export-trajectories", "run", "-o", ""], 2, "'-o'"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_directory(
+    tmp_path: Path, arguments: list[str], status: int, where: str
+):
+    result = run(*arguments)
+    assert result.exit_code == status, result.stderr
+    text = " ".join(result.stderr.replace("\u2502", " ").split())
+    assert where in text and "is empty; name a path (. is the current directory)" in text
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_ends_any_command_with_130(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

@@ -26,7 +26,7 @@ from hone.exchange_commands import exchange
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
-from hone.terminal import Command, LogLevel, log_from, log_no_more, pairs, print_table
+from hone.terminal import Command, LogLevel, log_from, log_no_more, pairs, parse_path, print_table
 
 if TYPE_CHECKING:
     from hone.config.problems import Problem
@@ -98,7 +98,12 @@ app.add_typer(art, name="art")
 app.add_typer(harness)
 app.add_typer(exchange)
 
-Root = Annotated[Path, typer.Option(help="Directory of state, checkpoints and logs.")]
+Root = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR", parser=parse_path, help="Directory of state, checkpoints and logs."
+    ),
+]
 Name = Annotated[
     str,
     typer.Argument(
@@ -307,7 +312,9 @@ def _serve(options: dict[str, Any]) -> None:
 @app.command("export")
 def export_command(
     model: Annotated[str, typer.Argument(metavar="NAME[@N|@best]", show_default=False)],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, show_default=False)
+    ],
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapter into the weights.")
     ] = False,

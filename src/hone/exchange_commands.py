@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hone.interchange.files import Format
-from hone.terminal import LogLevel
+from hone.terminal import LogLevel, parse_path
 
 if TYPE_CHECKING:
     from hone.interchange.rollouts import CallsOf
@@ -30,7 +30,12 @@ USUAL_ROOT = Path(".hone")
 Output = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Output file or directory.", show_default=False
+        "--output",
+        "-o",
+        metavar="FILE",
+        parser=parse_path,
+        help="Output file or directory.",
+        show_default=False,
     ),
 ]
 MinReward = Annotated[
@@ -56,7 +61,10 @@ def export_command(
     root: Annotated[
         Path | None,
         typer.Option(
-            "--root", help="Root of the server with the recorded calls; the run's own by default."
+            "--root",
+            metavar="DIR",
+            parser=parse_path,
+            help="Root of the server with the recorded calls; the run's own by default.",
         ),
     ] = None,
     server: Annotated[

@@ -9,6 +9,7 @@ the HTTP client writes a line for every model call.
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from hone import progress
+from hone.types import EMPTY_PATH
 
 _JOINED = "\0"
 
@@ -48,6 +50,13 @@ def pairs(joined: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """The keys and values of `-o`, as Command joined them."""
     split = (pair.partition(_JOINED) for pair in joined or ())
     return tuple((key, value) for key, _, value in split)
+
+
+def parse_path(path: str | Path) -> Path:
+    """The path that an option or an argument names; an empty one is refused."""
+    if path == "":
+        raise typer.BadParameter(EMPTY_PATH)
+    return Path(path)
 
 
 LEVELS = ("debug", "info", "warning", "error", "critical")

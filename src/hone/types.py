@@ -11,12 +11,14 @@ belong to tokens that were never sampled.
 import hashlib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -30,6 +32,18 @@ from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
 """Name of a model, a project or a run. It is used as a directory name, so it contains no path."""
+EMPTY_PATH = "is empty; name a path (. is the current directory)"
+
+
+def _not_empty(path: object) -> object:
+    if path == "":
+        raise ValueError(EMPTY_PATH)
+    return path
+
+
+Directory = Annotated[Path, BeforeValidator(_not_empty)]
+"""A directory to write to. Python reads the empty path, which an unset variable of a shell leaves, as
+the current directory."""
 _ROOT_FILES = re.compile(r"api_key|cache|evals|logs|runs|(server|state)\..*", re.IGNORECASE)
 """Files of a server under its root, beside the directories of projects."""
 

@@ -106,6 +106,28 @@ def test_no_path(write: Write):
         read(write("finetuning: {output_dir: }"))
 
 
+def test_an_empty_directory_is_not_the_current_one(write: Write):
+    yaml = """
+        eval:
+          general: {output: {dir: ""}}
+          evaluators: {judge: {_type: llm_judge, llm: m, cache_dir: ""}}
+        llms: {m: {_type: openai, model_name: x, base_url: "http://localhost:8000/v1"}}
+        trainer_adapters: {t: {_type: openpipe_art_trainer_adapter, backend: {root: ""}}}
+        loggers: [{_type: tensorboard, log_dir: ""}]
+        """
+    with pytest.raises(ConfigProblems) as error:
+        read(write(yaml), [("finetuning.output_dir", ""), ("eval.general.output_dir", "")])
+    says = "is empty; name a path (. is the current directory)"
+    assert sorted(str(error.value).splitlines()) == [
+        f"-o eval.general.output_dir: {says}",
+        f"-o finetuning.output_dir: {says}",
+        f"a.yml:3: eval.general.output.dir: {says}",
+        f"a.yml:4: eval.evaluators.judge.cache_dir: {says}",
+        f"a.yml:6: trainer_adapters.t.backend.root: {says}",
+        f"a.yml:7: loggers.0.log_dir: {says}",
+    ]
+
+
 def test_a_key_with_a_dot_stands_in_quotes(write: Write):
     document = changed(write, ('llms."my.model".model_name', "z"), ("llms.'my.model'.seed", "3"))
     assert document.llms["my.model"].model_dump()["model_name"] == "z"

@@ -15,7 +15,7 @@ import pytest
 
 from hone import LocalBackend, TrainableModel
 from hone.backends import local as module
-from hone.errors import ServerError
+from hone.errors import ConfigError, ServerError
 
 
 def alive(pid: int) -> bool:
@@ -116,6 +116,11 @@ def test_a_root_that_cannot_be_written_to_is_refused(tmp_path: Path):
             backend.start()
         assert str(refused.value).startswith(f"{root}: cannot be written to (File exists). ")
         assert "`root` under `backend`" in str(refused.value)
+
+
+def test_an_empty_path_is_not_the_current_directory():
+    with pytest.raises(ConfigError, match=r"LocalBackend\(path\) is empty; name a path"):
+        LocalBackend("")
 
 
 def test_a_server_that_printed_nothing_may_have_had_no_space_for_it(

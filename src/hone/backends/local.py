@@ -28,8 +28,8 @@ from typing import IO, Any, Self
 from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
 from hone.dev import check_only
-from hone.errors import HoneError, ServerError
-from hone.types import SERVER_ADDRESS, SERVER_OUTPUT, stored_name
+from hone.errors import ConfigError, HoneError, ServerError
+from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT, stored_name
 
 START_S = 120.0
 """Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
@@ -72,6 +72,8 @@ class LocalBackend(RemoteBackend):
         if gpu_cost_per_hour_usd is not None:
             check_only("LocalBackend(gpu_cost_per_hour_usd)", gpu_cost_per_hour_usd, ())
         super().__init__("http://127.0.0.1:0", api_key)
+        if path == "":
+            raise ConfigError(f"LocalBackend(path) {EMPTY_PATH}")
         self.root = Path(".hone" if path is None else path).absolute()
         self.in_process = in_process
         self.log_level = log_level

@@ -41,7 +41,7 @@ from hone.config.check import SECTION_OF, check, not_named, unnamed
 from hone.config.load import Loaded, load
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.registry import ByType, toolkit_component
-from hone.types import ModelAlias
+from hone.types import Directory, ModelAlias
 
 __all__ = [
     "ConfigProblems",
@@ -173,7 +173,7 @@ class FinetuneConfig(Strict):
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     num_epochs: int = Field(default=1, ge=1)
     """Number of epochs. One epoch: collect, select, train, publish."""
-    output_dir: Path = Path(".tmp/nat/finetuning")
+    output_dir: Directory = Path(".tmp/nat/finetuning")
     """Directory of the run: metrics, plots, trajectories, report, journal."""
 
     seed: int = 0
@@ -246,7 +246,7 @@ class EvalOutputConfig(Strict):
         "write_atif_workflow_output": "read workflow_output.json",
     }
 
-    dir: Path | None = None
+    dir: Directory | None = None
     """Replaces `output_dir` of `eval.general`."""
     custom_pre_eval_process_function: str | None = None
     """`module.function`, called with each item after the workflow and before the evaluators."""
@@ -270,7 +270,7 @@ class EvalGeneralConfig(Strict):
     """Number of rollouts at a time, over all generations."""
     workflow_alias: str | None = None
     """The name of the workflow in the output."""
-    output_dir: Path = Path(".tmp/nat/examples/default")
+    output_dir: Directory = Path(".tmp/nat/examples/default")
     """Directory of the files of an evaluation."""
     output: EvalOutputConfig | None = None
     dataset: Annotated[DatasetBaseConfig, ByType("dataset_loader")] | None = None

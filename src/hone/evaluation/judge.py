@@ -28,6 +28,7 @@ from hone.disk import write_atomic
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
+from hone.types import Directory
 from hone.wire.json import objects_in
 from hone.workflow.llm import LLM
 
@@ -53,7 +54,7 @@ class JudgeBaseConfig(EvaluatorBaseConfig):
     """Timeout for one item, all attempts together."""
     cache: bool = True
     """Cache verdicts, so that equal prompts are sent once."""
-    cache_dir: Path | None = None
+    cache_dir: Directory | None = None
     """Directory of the cache; `judge_cache` in the evaluation's output directory if not set."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Number of items judged at a time; as many as rollouts if not set."""

@@ -19,7 +19,7 @@ from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.config.schema import Document
 from hone.model import TrainableModel
-from hone.types import AdvertisedUrl, Name, TrainConfig
+from hone.types import AdvertisedUrl, Directory, Name, TrainConfig
 
 
 class ARTBackendConfig(Strict):
@@ -54,7 +54,7 @@ class ARTBackendConfig(Strict):
     server_config: dict[str, JsonValue] | None = None
     """Settings with which ART would start its OpenAI server. The `engine_args` in it are used like
     those above; the rest does not apply to a running server and is listed in the log."""
-    root: Path = Path(".hone")
+    root: Directory = Path(".hone")
     """Directory in which the run's own server keeps its state."""
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Inference engine of the run's own server, as `hone serve --engine`."""

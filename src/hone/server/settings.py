@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from hone.errors import ConfigError
-from hone.types import AdvertisedUrl, Strict
+from hone.types import AdvertisedUrl, Directory, Strict
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def is_key(text: str) -> bool:
 class Settings(Strict):
     """Every setting of a server, described by the string under it."""
 
-    root: Path = Path(".hone")
+    root: Directory = Path(".hone")
     """Directory for state, checkpoints and logs. Nothing outside it is written."""
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than a loopback address requires a key."""
@@ -176,6 +176,8 @@ class Settings(Strict):
 
 _ENVIRONMENT = {"api_key": "HONE_API_KEY"}
 _METAVARS = {
+    "root": "DIR",
+    "engine_python": "FILE",
     "trust_network": "CIDR",
     "forwarded_allow_ips": "CIDR",
     "allowed_hosts": "HOST",
@@ -249,4 +251,5 @@ def _type_of(annotation: Any) -> tuple[Any, str | None]:
         return list[str], None
     if get_origin(annotation) is Literal:
         return str, "|".join(map(str, get_args(annotation)))
-    return (annotation if annotation in (bool, int, float, Path) else str), None
+    # A path is read as text: an empty one would become Path("."), which Settings accepts.
+    return (annotation if annotation in (bool, int, float) else str), None

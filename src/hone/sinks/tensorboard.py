@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.sinks.base import Point, Run, Sink
+from hone.types import Directory
 
 Key = tuple[str, int, float]
 """Name, step and time of a value."""
@@ -26,7 +27,7 @@ class TensorBoardConfig(LoggerBaseConfig, name="tensorboard"):
     modules: ClassVar[tuple[str, ...]] = ("tensorboard",)
     extra: ClassVar[str] = "tensorboard"
 
-    log_dir: Path | None = None
+    log_dir: Directory | None = None
     """Event files are written to a directory named after the run's id in here; to `tensorboard` in the
     run directory if not set."""
 
