@@ -102,6 +102,27 @@ def test_an_empty_path_is_not_the_current_directory(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_stdout_that_cannot_be_written_is_one_line_and_one_for_head_is_none(tmp_path: Path):
+    def hone_to(stdout: int, *arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "hone.cli", *arguments]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        return done.returncode, done.stderr
+
+    Path("agent.py").write_text("def echo(text):\n    return text\n")
+    Path("a.yml").write_text("workflow: {_type: python, target: 'agent.py:echo'}\n")
+    says = "hone: standard output: cannot be written to (No space left on device). "
+    commands = [["--version"], ["validate", "--config_file=a.yml"]]
+    for arguments in (*commands, ["run", "--config_file=a.yml", "--input", "x"]):
+        with open("/dev/full", "wb") as full:
+            status, stderr = hone_to(full.fileno(), *arguments)
+        assert status == 1
+        assert stderr.startswith(says) and stderr.count("\n") == 1, stderr
+        reading, writing = os.pipe()
+        os.close(reading)
+        assert hone_to(writing, *arguments) == (1, "")
+        os.close(writing)
+
+
 def test_ctrl_c_ends_any_command_with_130(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

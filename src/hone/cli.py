@@ -8,6 +8,7 @@ do. Any other exception is a bug in hone and is shown with its traceback.
 """
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +27,24 @@ from hone.exchange_commands import exchange
 from hone.finetune.interrupt import INTERRUPTED
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
-from hone.terminal import Command, LogLevel, log_from, log_no_more, pairs, parse_path, print_table
+from hone.terminal import (
+    Command,
+    LogLevel,
+    check_stdout,
+    log_from,
+    log_no_more,
+    pairs,
+    parse_path,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from hone.config.problems import Problem
 
 EXITS = {
     0: "Success. `hone finetune`: every epoch trained, or had nothing to train on.",
-    1: "Failure, or a problem in what was checked or run; the last lines on stderr say why.",
+    1: "Failure, or a problem in what was checked or run; the last lines on stderr say why. Without a "
+    "message if the reader of stdout ends first (`hone ... | head -1`).",
     2: "Invalid command line: an unknown command or option, or an invalid value.",
     INTERRUPTED: "Ctrl-C or `kill -INT`. `hone finetune` has written a report of the run so far; the "
     "same command resumes it, and a second Ctrl-C exits at once, without a report.",
@@ -371,7 +382,18 @@ def main() -> None:
     # The shell of a script ignores SIGINT for what it starts with `&`; `kill -INT` must end that too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+    check_stdout()
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # it was closed before the start
+                sys.stdout.flush()
+    except HoneError as error:  # from --help and --version, which run no command, or the flush
+        typer.echo(f"hone: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def _disk_errors(failure: Callable[[Exception, int], HoneError]) -> Iterator[Non
     """Raise `failure(error, errno)` for errors of the disk inside the block, and others unchanged."""
     try:
         yield
-    except (HoneError, FileNotFoundError):
-        raise
+    except (HoneError, FileNotFoundError, BrokenPipeError):
+        raise  # the reader of a pipe is gone, which is not an error of the disk
     except Exception as error:
         number = _errno(error)
         if number is None:

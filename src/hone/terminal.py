@@ -7,10 +7,13 @@ Out:  pairs; `LEVEL - message` lines on the console; a table as wide as the term
 the HTTP client writes a line for every model call.
 """
 
+import io
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +21,12 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from hone import progress
+from hone.disk import output
+from hone.errors import ConfigError
 from hone.types import EMPTY_PATH
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _JOINED = "\0"
 
@@ -57,6 +65,43 @@ def parse_path(path: str | Path) -> Path:
     if path == "":
         raise typer.BadParameter(EMPTY_PATH)
     return Path(path)
+
+
+class _Stdout(io.FileIO):
+    """Raises ConfigError if stdout cannot be written, and BrokenPipeError if nobody reads it.
+
+    After an error the rest is discarded: Python would write its buffer again at exit, and print a
+    second error.
+    """
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        if not memoryview(data).nbytes:
+            return 0  # click tries an empty write first, and ignores its error
+        try:
+            with output("standard output"):
+                return super().write(data)
+        except (ConfigError, BrokenPipeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise
+
+
+def check_stdout() -> None:
+    """Let every write to stdout that fails raise a ConfigError, or BrokenPipeError."""
+    stdout = sys.stdout
+    if not isinstance(stdout, io.TextIOWrapper):  # closed, or replaced by a notebook
+        return
+    stdout.flush()
+    raw = _Stdout(stdout.fileno(), "wb", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        raw if stdout.write_through else io.BufferedWriter(raw),  # pyright: ignore[reportArgumentType]
+        encoding=stdout.encoding,
+        errors=stdout.errors,
+        newline="\n",
+        line_buffering=stdout.line_buffering,
+        write_through=stdout.write_through,
+    )
 
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
