@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,27 @@ def test_ctrl_c_ends_any_command_with_130(monkeypatch):
     monkeypatch.setattr("hone.models.catalogue.entries", interrupted)
     result = run("models", "list")
     assert (result.exit_code, result.stderr) == (130, "hone: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "raise_signal(SIGINT)",
+        # A package that goes on without a part that it failed to import.
+        "try:\n    raise_signal(SIGINT)\nexcept BaseException:\n    pass",
+    ],
+)
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path, module: str):
+    (tmp_path / "typer.py").write_text(f"from signal import SIGINT, raise_signal\n{module}\n")
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["hone"]
+    start, _, function = script.partition(":")
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {start} import {function}; {function}()", "--version"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, "hone: interrupted\n")
 
 
 def test_every_exit_status_is_explained():
