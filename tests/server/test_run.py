@@ -114,6 +114,8 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
         (["--port", "70000"], "--port 70000"),
         (["--trust-network", "10.0.0.0/99"], "--trust-network"),
         (["--log-level", "loud"], "--log-level 'loud'"),
+        (["--device", "gpu"], "--device 'gpu': expected cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "--device cuda:99: torch sees "),
     ],
 )
 def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str):

@@ -25,6 +25,7 @@ from hone.lock import LockFile, LockHeld
 from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
 from hone.server.auth import check_advertised, ensure_key
+from hone.server.engine_choice import check_device
 from hone.server.listen import (
     AppServer,
     bind,
@@ -48,6 +49,7 @@ queue."""
 
 def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     """Serve until SIGTERM, SIGINT or, for an owned server, the end of stdin."""
+    check_device(settings.device)
     settings = settings.model_copy(update={"root": settings.root.resolve()})
     with storage(settings.root):
         make_root(settings.root)

@@ -8,6 +8,7 @@ field, so a new setting is reachable and documented as soon as it exists.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -136,8 +137,7 @@ class Settings(Strict):
     `register`, `hone finetune`), never for serving only. On a GPU, or if its weights need an eighth
     or more of the free memory, it starts with the first job."""
     device: str | None = None
-    """Device for engine and learner, for example `cpu` or `cuda:1`. By default CUDA if
-    available."""
+    """Device for engine and learner: `cpu`, `cuda` or `cuda:N`. By default CUDA if available."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level to log."""
     log_format: Literal["text", "json"] = "text"
@@ -161,6 +161,13 @@ class Settings(Strict):
                 "expected at least one character, all of them printable ASCII without spaces; "
                 "leave it out for a server that makes its own"
             )
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", value):
+            raise ValueError("expected cpu, cuda or cuda:N, where N is the number of a GPU")
         return value
 
     @property
