@@ -374,30 +374,17 @@ def visible(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def check_device(device: str | None) -> None:
-    """Raise ConfigError if `--device` names a GPU that this machine does not have.
-
-    Loads torch only if the driver's files do not show the GPU, before it is refused: some systems
-    create these files at the first use, and some have none.
-    """
+    """Raise ConfigError if `--device` names a GPU that this machine does not have."""
     if device is None or device == "cpu":
-        return
-    number = int(device.partition(":")[2] or 0)
-    shown = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if VISIBLE in os.environ:
-        names = os.environ[VISIBLE].split(",")
-        shown = min(shown, sum(name.strip() not in ("", "-1") for name in names))
-    if number < shown:
         return
     import torch
 
     count = torch.cuda.device_count()
-    if number < count:
+    if int(device.partition(":")[2] or 0) < count:
         return
-    gpus = (
-        f"{count} CUDA GPU{'s' if count > 1 else ''}, numbered from 0" if count else "no CUDA GPU"
-    )
+    there = f"{count} CUDA GPUs, numbered from 0" if count else "no CUDA GPU"
     raise ConfigError(
-        f"--device {device}: torch sees {gpus}. Name another device, or cpu, or check the driver "
+        f"--device {device}: torch sees {there}. Name another device, or cpu, or check the driver "
         f"(nvidia-smi), {VISIBLE} and whether torch is built for CUDA."
     )
 
