@@ -14,6 +14,7 @@ from hone.server.settings import Settings, flag
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 VALUES = {
+    "device": "cpu",
     "api_key": "secret",
     "advertise_url": "http://10.0.0.7:9000",
     "trust_network": "10.0.0.0/8",
