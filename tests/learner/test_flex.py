@@ -14,7 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 from hone.learner import flex
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
-from hone.models.lora_linear import LONG, Factors, LoraLinear, LoraLinears
+from hone.models.lora_linear import LONG, LayerFactors, LoraLinear, LoraLinears
 
 
 def padded(seed: int, length: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
         factors.append(a)
         for index, name in enumerate(names):
             b = torch.randn(layers.outputs[index], 2).double().requires_grad_()
-            layers.factors[index] = Factors(a, b, 2 * index)
+            layers.factors[index] = LayerFactors(a, b, 2 * index)
             factors.append(b)
             setattr(part, name, LoraLinear(layers, index))
     for parameter in (*norm.parameters(), *part.parameters()):

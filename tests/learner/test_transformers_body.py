@@ -23,7 +23,7 @@ from hone.models.fit import Recomputation
 from hone.models.lora import Lora
 from hone.models.lora_linear import (
     LONG,
-    Factors,
+    LayerFactors,
     LoraLinear,
     LoraLinears,
     LoraModules,
@@ -229,8 +229,8 @@ def test_joint_layers_have_the_gradients_of_separate_ones(
         weights = [torch.randn(1, length, n) for n in outputs]
     finally:
         torch.set_default_dtype(torch.float32)
-    stacked = [Factors(shared, b[i], 3 * i) for i in range(len(outputs))]
-    separate = [Factors(own[i], b[i], 3) for i in range(len(outputs))]
+    stacked = [LayerFactors(shared, b[i], 3 * i) for i in range(len(outputs))]
+    separate = [LayerFactors(own[i], b[i], 3) for i in range(len(outputs))]
     for factors in (stacked, separate, [None, *stacked[1:]], [None] * len(outputs)):
         layers.factors = list(factors)
         results = []

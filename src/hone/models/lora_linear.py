@@ -25,7 +25,7 @@ SIBLINGS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))
 as they are, and as a part of a joint output they would keep the whole of it in memory."""
 
 
-class Factors(NamedTuple):
+class LayerFactors(NamedTuple):
     """The adapter of one linear layer."""
 
     a: Tensor  # [parts * rank, inputs], shared by layers of one input
@@ -46,7 +46,7 @@ class LoraLinears(nn.Module):
             self.bias = _stacked([_bias(linear) for linear in linears])
         self.outputs = [linear.out_features for linear in linears]
         self.inputs = one.in_features
-        self.factors: list[Factors | None] = [None] * len(linears)
+        self.factors: list[LayerFactors | None] = [None] * len(linears)
         self.scale = 1.0
         self.joint = False
         """Whether all layers are computed at once. Not inside a compiled checkpoint: torch 2.11 keeps there
@@ -200,7 +200,7 @@ class LoraModules:
             a, b = lora.factors(key)
             for i, (path, _, _) in enumerate(parts):
                 layers, index = self._places[path]
-                layers.factors[index] = Factors(a, b[i], i * lora.rank)
+                layers.factors[index] = LayerFactors(a, b[i], i * lora.rank)
                 layers.scale = lora.scale
         self._attached = lora
 
