@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.learner.families import FAMILIES, SIZES
 from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
+from hone.learner import flex
 from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
@@ -359,6 +361,32 @@ def test_a_row_is_padded_like_a_longer_one():
     (row,) = pack(samples(3), row_tokens=10**6, fill=True).rows
     assert len(row) < 512
     assert [len(body.arranged(row, like)) for like in (0, 513, 1500)] == [512, 768, 1536]
+
+
+def test_the_compiler_has_hones_settings_in_every_thread_that_runs_a_layer():
+    """The learner's process loads on one thread and trains on another; autograd has its own."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    def in_thread(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(call).result()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            stores = functorch.ban_recompute_materialized_backward
+            seen.append((dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, stores))
+            return x.square()
+
+    seen: list[tuple[int, bool, bool]] = []
+    model = BY_NAME["Qwen2.5"].model()
+    raw = model.config.to_dict()
+    layer = in_thread(lambda: TransformersBody(model, raw=raw, attention=FLEX)._layers[0])
+    layer.part, layer.recompute = Layer(), True
+    x = torch.ones(3, requires_grad=True)
+    y = in_thread(lambda: layer(x))
+    in_thread(lambda: y.sum().backward())
+    assert seen == [(flex.RECOMPILES, True, False)] * 2  # the pass and its recomputation
 
 
 def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup]):

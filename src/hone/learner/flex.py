@@ -33,7 +33,9 @@ FULL = 0
 
 
 def configure_compiler() -> None:
-    """Settings of torch's compiler for the layers.
+    """Settings of torch's compiler for the layers, in the calling thread.
+
+    Since torch 2.12 every thread has settings of its own, so every thread that runs a layer calls this.
 
     Reaching the limit of recompilations, which is raised, becomes an error. What is cheap to compute from
     other stored tensors is not stored for the backward pass: the product of gate and up, normalised
@@ -42,6 +44,8 @@ def configure_compiler() -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
+    if dynamo.fail_on_recompile_limit_hit and dynamo.recompile_limit >= RECOMPILES:
+        return  # as set below
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILES)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * RECOMPILES)
     dynamo.fail_on_recompile_limit_hit = True

@@ -79,11 +79,11 @@ class TransformersBody:
         if self._flex:
             for linears in lora_linears(model):
                 linears.joint = True
-            flex.configure_compiler()
             for module in experts:
                 # Which experts run depends on the tokens, so their code is not compiled.
                 module.forward = torch.compiler.disable(module.forward)
             for layer in self._layers:
+                layer.compiled = True
                 layer.part.compile(**({"dynamic": False} | dict(compile_options or {})))
         self._embedding.register_forward_hook(_needs_gradient)
 
@@ -229,11 +229,28 @@ class _Recomputed(nn.Module):
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _wrap_layers(stack: nn.Module, count: int) -> list[_Recomputed]:
+class _Layer(_Recomputed):
+    """A layer of the model."""
+
+    compiled = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(self._run, **kwargs)
+        if not self.recompute:
+            return call(*args)
+        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiled:
+            flex.configure_compiler()  # here, because autograd recomputes on a thread of its own
+        return self.part(*args, **kwargs)
+
+
+def _wrap_layers(stack: nn.Module, count: int) -> list[_Layer]:
     """Wrap the layers of the stack in place."""
     for module in stack.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            layers = [_Recomputed(layer) for layer in module]
+            layers = [_Layer(layer) for layer in module]
             for index, layer in enumerate(layers):
                 module[index] = layer
             return layers
