@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -288,22 +289,32 @@ def test_a_kept_result_is_not_given_to_another_input():
     torch.testing.assert_close(first(other), linears[0](other))
 
 
-def test_a_pass_keeps_no_result_of_a_layer_that_the_model_skips(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("case", ["stored", "recomputed", "failed"])
+def test_no_result_is_kept_of_a_layer_that_the_model_skips(
+    monkeypatch: pytest.MonkeyPatch, case: str
 ):
-    """As the layers that share the keys of an earlier one do."""
+    """As the layers that share the keys of an earlier one do; and as an error does."""
     model = BY_NAME["Qwen2.5"].model()
     body = TransformersBody(model, raw=model.config.to_dict())
+    body.recomputation = lambda row: Recomputation(layers=2 * (case == "recomputed"))
     kept = lora_linears(model)
     for layers in kept:
         layers.joint = True
     attention = model.get_decoder().layers[1].self_attn
-    skipped = torch.nn.Linear(attention.k_proj.in_features, attention.k_proj.out_features)
-    monkeypatch.setattr(attention, "k_proj", skipped)
+    width = attention.k_proj.out_features
+    counts: list[int] = []  # of the layers with a result that was not asked for
+
+    def skipped(x: torch.Tensor) -> torch.Tensor:
+        counts.append(sum(bool(layers._results) for layers in kept))
+        if case == "failed":
+            raise torch.OutOfMemoryError
+        return x[..., :width]
+
+    monkeypatch.setattr(attention.k_proj, "forward", skipped)
     (row,) = pack(samples(3), row_tokens=10**6, fill=True).rows
-    body._forward(body.arranged(row))
-    assert sum(bool(layers._results) for layers in kept) == 1
-    body.hidden(body.arranged(row), random_lora(body, torch.float32))
+    with pytest.raises(torch.OutOfMemoryError) if case == "failed" else nullcontext():
+        body.hidden(body.arranged(row), random_lora(body, torch.float32)).square().sum().backward()
+    assert counts == [1] * (1 + (case == "recomputed"))
     assert not any(layers._results for layers in kept)
     assert all(layers._input is None for layers in kept)
 

@@ -174,7 +174,6 @@ class TransformersBody:
                     linears.joint = self._flex and not part.recompute
         with torch.enable_grad():
             hidden = self._forward(row)
-        self._lora.forget()
         return hidden.detach() if scoring else hidden
 
     def _forward(self, row: PackedRow) -> Tensor:
@@ -243,7 +242,11 @@ class _Layer(_Recomputed):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled:
             flex.configure_compiler()  # here, because autograd recomputes on a thread of its own
-        return self.part(*args, **kwargs)
+        try:
+            return self.part(*args, **kwargs)
+        finally:
+            for linears in self.linears:
+                linears.forget()
 
 
 def _wrap_layers(stack: nn.Module, count: int) -> list[_Layer]:

@@ -66,16 +66,20 @@ class LoraLinears(nn.Module):
         if len(self.outputs) == 1:
             return self._all(x)
         if self._input is not x or index not in self._results:
-            self._input = x
-            self._results = dict(enumerate(self._all(x).split(self.outputs, -1)))
+            results = dict(enumerate(self._all(x).split(self.outputs, -1)))
+            self._input, self._results = x, results
         result = self._results.pop(index)
         if not self._results:
-            self.forget()
+            self._input = None
         return result
 
     def forget(self) -> None:
-        """Drop results that no layer asked for; they would keep a whole backward pass in memory."""
-        self._input, self._results = None, {}
+        """Drop the results that no layer asked for, with all that autograd keeps for them.
+
+        Some models share keys between layers and skip k_proj; an exception skips it, too.
+        """
+        if self._results:
+            self._input, self._results = None, {}
 
     def _alone(self, x: Tensor, index: int) -> Tensor:
         rows, factors = self.rows(index), self.factors[index]
@@ -203,11 +207,6 @@ class LoraModules:
                 layers.factors[index] = LayerFactors(a, b[i], i * lora.rank)
                 layers.scale = lora.scale
         self._attached = lora
-
-    def forget(self) -> None:
-        """Drop what a forward pass kept: some models share keys between layers and skip k_proj."""
-        for layers, _ in self._places.values():
-            layers.forget()
 
 
 def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
