@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.learner.families import FAMILIES, SIZES
-from tests.learner.test_families import gradients, random_lora, samples
+from tests.learner.families import FAMILIES, SIZES, Family
+from tests.learner.test_families import compared, gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
 from hone.learner import flex
@@ -174,6 +174,32 @@ def test_a_model_that_takes_attention_for_contiguous_is_trained():
     model = model_of("Afmoe", **sizes)
     body = TransformersBody(model, raw=model.config.to_dict())
     assert not body.unshared and body.windows == (7,)
+
+
+SPARSE = {"head_dim": 16, "sliding_window": 7, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "frozen"),
+    [
+        ("Gemma4Text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "router"),
+        (
+            "DeepseekV4",
+            {"o_groups": 2, "o_lora_rank": 8, "q_lora_rank": 16, "n_routed_experts": 4},
+            "o_a_proj",  # a subclass of nn.Linear that computes groups
+        ),
+    ],
+)
+def test_an_adapter_covers_no_router_and_no_layer_that_is_not_plain(
+    name: str, sizes: dict[str, Any], frozen: str
+):
+    sizes = SIZES | SPARSE | sizes | {"layer_types": ["sliding_attention"] * 2}
+    family = Family(name, lambda: getattr(transformers, f"{name}Config")(**sizes), "")
+    model = family.model()
+    assert any(frozen in path for path, _ in model.named_modules())
+    layout = adapted_linears(model.config.to_dict(), model)
+    assert not any(frozen in path for path in layout.adapted)
+    assert max(compared(family, torch.float32)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Phi-4", "OLMo 2"])

@@ -24,6 +24,9 @@ SIBLINGS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that read the same input. Not v_proj: values are stored for the backward pass
 as they are, and as a part of a joint output they would keep the whole of it in memory."""
 
+ROUTERS = frozenset(["gate", "router", "shared_expert_gate"])
+"""Names of modules that choose experts, or weigh them."""
+
 
 class LayerFactors(NamedTuple):
     """The adapter of one linear layer."""
@@ -244,20 +247,23 @@ def lora_linears(model: nn.Module) -> tuple[LoraLinears, ...]:
 def linear_layers(model: nn.Module, decoder: nn.Module) -> Mapping[str, tuple[int, int]]:
     """Outputs and inputs of every linear layer that an adapter covers by default, by path.
 
-    All of the model's decoder but the routers of experts: not the language-model head, and no vision
-    tower, through which no token of a text passes. Experts are no linear layers in
-    transformers (one three-dimensional parameter holds them all), so they stay frozen.
+    All of the model's decoder except the routers of experts: neither the language-model head nor a vision
+    tower, through which no token of a text passes. Experts are no linear layers in transformers (one
+    three-dimensional parameter holds them all), so they stay frozen.
     """
     covered = set(decoder.modules())
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module in covered and not _routes(path)
+        if isinstance(module, nn.Linear) and _is_plain(module)
+        if module in covered and not ROUTERS & set(path.split("."))
     }
 
 
-def _routes(path: str) -> bool:
-    return path.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether the layer computes x W' + bias; DeepSeek V4 has a subclass of nn.Linear that does not."""
+    kind = type(linear)
+    return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
