@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 from hone.learner import flex
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
+from hone.models.fit import padded_length
 from hone.models.lora_linear import LONG, LayerFactors, LoraLinear, LoraLinears
 
 
@@ -195,6 +196,14 @@ def test_the_blocks_are_those_that_torch_makes_of_every_pair(seed):
     for name in ("q_num_blocks", "full_q_num_blocks"):
         blocks, expected = getattr(actual, name), getattr(wanted, name)
         assert torch.equal(blocks, expected), name
+
+
+def test_the_limit_of_recompilations_is_above_what_a_server_needs():
+    # A GPU of 141 GB holds rows of 196,608 tokens of the smallest models: 18 lengths. Two kinds of layers
+    # (Gemma 3), five ranks and the base model: 2 x 18 x 6 = 216.
+    lengths = {padded_length(tokens) for tokens in range(1, 196_609, 64)}
+    assert len(lengths) == 18
+    assert 2 * len(lengths) * (5 + 1) == 216 <= flex.RECOMPILES
 
 
 def test_reaching_the_limit_of_recompilations_is_an_error(monkeypatch):

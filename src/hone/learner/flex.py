@@ -24,8 +24,10 @@ from hone.learner.trie import PackedRow
 
 BLOCK = 128
 """Size of a mask block in tokens, in both directions: the kernel's own granularity."""
-RECOMPILES = 64
-"""Maximum number of compiled versions of a layer: kinds x lengths x with and without adapter."""
+RECOMPILES = 512
+"""Maximum number of compiled versions of a layer: kinds x lengths x (shapes of adapters + 1, for none).
+A learner lives as long as its server and trains every model of its base model, each with a rank, alpha and
+target_modules of its own. Versions that are not used cost nothing."""
 
 BlockMasks = dict[int, Any]
 """BlockMask by window; FULL means no window. A plain dict, because compiled code reads it."""
