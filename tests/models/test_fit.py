@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hone.errors import ModelTooLarge
+from hone.learner.optim import AdamW
 from hone.models.files import ModelFiles
 from hone.models.find import find
 from hone.models.fit import (
+    ADAPTER_BYTES,
     CUDA_LOGITS,
     Recomputation,
     available_memory,
@@ -47,9 +50,18 @@ def test_every_part_by_hand():
     assert got.kv == 4 * 160
     # Kept per token and layer: 6x8 + 2x(8+8) + 4x16 = 144; 5 tokens, 2 layers; logits twice, fp32.
     assert got.activations == 4 * 5 * 2 * 144 + 2 * 4 * 100 * 5
-    # LoRA: (8+8) + 2x(4+8) + (8+8) + 3x(16+8) = 128, x rank 3 x 2 layers = 768, 16 bytes each.
-    assert got.adapter == 16 * 768
-    assert got.total == 7968 + 640 + 9760 + 12288
+    # LoRA: (8+8) + 2x(4+8) + (8+8) + 3x(16+8) = 128, x rank 3 x 2 layers = 768, 28 bytes each.
+    assert got.adapter == 28 * 768
+    assert got.total == 7968 + 640 + 9760 + 21504
+
+
+def test_an_adapters_bytes_are_what_a_job_holds():
+    leaves = [(str(n), torch.zeros(5, n).requires_grad_()) for n in (3, 4)]
+    optimizer = AdamW(leaves)
+    gradients = {name: torch.zeros_like(leaf) for name, leaf in leaves}
+    parts = (dict(leaves), gradients, optimizer.state(), optimizer.snapshot())
+    held = sum(t.nbytes for part in parts for t in part.values() if t.ndim)  # not the step numbers
+    assert held == ADAPTER_BYTES * 35
 
 
 def test_serving_keeps_no_activations_and_no_optimizer():
@@ -156,8 +168,8 @@ def test_this_machine_has_some_memory():
 
 
 def test_rows_are_sized_from_the_total_memory_by_hand():
-    # Weights 4 x 1992 and adapter 16 x 768 as above; 4 x 2 x 144 bytes a token; logits of 1,024.
-    fixed, each = 4 * 1992 + 16 * 768 + 2 * 4 * 100 * 1024, 4 * 2 * 144
+    # Weights 4 x 1992 and adapter 28 x 768 as above; 4 x 2 x 144 bytes a token; logits of 1,024.
+    fixed, each = 4 * 1992 + 28 * 768 + 2 * 4 * 100 * 1024, 4 * 2 * 144
     wanted = {"dtype_bytes": 4, "rank": 3}
     for tokens in (1024, 1025, 5000):
         share = fixed + each * tokens
@@ -180,7 +192,7 @@ def test_the_total_is_that_of_the_tightest_control_group(tmp_path):
 def test_rows_on_cuda_have_few_lengths_and_recompute_what_does_not_fit():
     # Kept per token and layer: 0.5 x 144 = 72 numbers, 2 x 16 of them by the feed-forward part; of a
     # recomputed layer its input of 8.
-    fixed, activations, feed_forward, passed = 4 * 1992 + 16 * 768, 4 * 72, 4 * 32, 4 * 8
+    fixed, activations, feed_forward, passed = 4 * 1992 + 28 * 768, 4 * 72, 4 * 32, 4 * 8
     wanted = {"dtype_bytes": 4, "rank": 3, "device": "cuda:1"}
     roomy = fixed + CUDA_LOGITS + 2 * activations * 20_000
     assert row_tokens(CONFIG, **wanted, total=2 * roomy) == 16_384

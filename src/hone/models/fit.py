@@ -20,8 +20,9 @@ from hone.models.shape import shape_of
 HEAD_ROWS = 1024
 """Number of positions whose logits are in memory at once; the learner's chunks are never larger."""
 
-ADAPTER_BYTES = 16
-"""Per LoRA weight: float32 value, gradient and the two moments of AdamW."""
+ADAPTER_BYTES = 28
+"""Per LoRA weight, in float32: value, gradient, the two moments of AdamW, and the copies of value and
+moments to which a failed job returns."""
 
 
 LEARNER_SHARE = {"cpu": 1 / 3, "cuda": 1 / 2}
@@ -41,7 +42,7 @@ COMPILED_SHARE, EXPERTS_SHARE = 0.5, 0.75
 is not compiled. Qwen2.5-3B, bf16, one row of 8,192 on one H200: 0.51 GB per layer, 0.14 GB with its
 feed-forward part recomputed."""
 
-CUDA_LOGITS = 9 << 28
+CUDA_LOGITS = 33 << 26
 """Logits of a chunk, their weights in the gradient, and what cuBLAS and the allocator hold (measured)."""
 
 
