@@ -19,7 +19,7 @@ from hone.learner import flex
 from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
-from hone.learner.trie import pack
+from hone.learner.trie import PackedRow, pack
 from hone.models import lora_linear
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
@@ -89,6 +89,22 @@ def test_a_pass_without_gradients_gives_the_bits_of_one_with_them(
     learner = learner_of(TransformersBody.load(tiny_llama_dir))
     config = TrainConfig(learning_rate=0, groups_per_optimizer_step=1)
     assert learner.train(groups, config).metrics["learn/ratio"] == 1.0
+
+
+def test_the_passes_of_a_job_recompute_the_same(
+    tiny_llama_dir: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+):
+    """Also that of the reference, which has no adapter: what is recomputed depends on the rank."""
+    body = TransformersBody.load(tiny_llama_dir)
+    ranks: list[int] = []
+
+    def recomputation(row: PackedRow) -> Recomputation:
+        ranks.append(body._rank)
+        return Recomputation()
+
+    monkeypatch.setattr(body, "recomputation", recomputation)
+    learner_of(body).train(groups[:1], CONFIG, probe=False)
+    assert ranks == [4, 4], "the reference, then the training pass"
 
 
 def test_which_body_is_loaded(

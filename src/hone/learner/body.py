@@ -89,8 +89,8 @@ class Body(Protocol):
         """Free device memory that only a job needs; with `weights` that of the model, too."""
         ...
 
-    def restore(self) -> None:
-        """Prepare for a job after `release`."""
+    def restore(self, rank: int) -> None:
+        """Prepare for a job that trains an adapter of this rank, also after `release`."""
         ...
 
 
@@ -153,7 +153,7 @@ class DecoderBody:
         """Does nothing: its models are small, and their weights stay in memory."""
         free_cached(self.device)
 
-    def restore(self) -> None:
+    def restore(self, rank: int) -> None:
         """Does nothing: nothing was released."""
 
 

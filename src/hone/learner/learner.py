@@ -104,7 +104,7 @@ class Learner:
             job.pairs = [step_pairs(step) for step in steps]
         probed = ProbeCalls.choose(samples.samples if probe else (), body.dtype)
         lengths = {len(row) for batch in batches for row in batch.rows}
-        body.restore()
+        body.restore(self.lora.rank)
         with self._atomic():
             with clock.phase("probe"):
                 before = probed.logprobs(body, self.lora, lengths)

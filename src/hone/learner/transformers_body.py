@@ -148,8 +148,9 @@ class TransformersBody:
             self._weights.release()
         free_cached(self.device)
 
-    def restore(self) -> None:
+    def restore(self, rank: int) -> None:
         self._weights.restore()
+        self._rank = rank
 
     def layout_of(self, target_modules: Collection[str]) -> Layout:
         return restricted(self.layout, target_modules)
@@ -193,7 +194,7 @@ class TransformersBody:
         return out.last_hidden_state[0]
 
     def recomputation(self, row: PackedRow) -> fit.Recomputation:
-        """What must be recomputed for a row to fit into memory; the same for every pass over it."""
+        """What must be recomputed for a row to fit into memory; the same for every pass of a job."""
         if self.device.type != "cuda":
             return fit.Recomputation()
         return fit.recomputation(
