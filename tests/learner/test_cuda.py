@@ -9,6 +9,7 @@ from tests.learner.test_families import gradients, random_lora, samples
 
 from hone.learner.forward import row_logprobs
 from hone.learner.learner import Learner
+from hone.learner.offload import to_device
 from hone.learner.transformers_body import TransformersBody
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
@@ -114,6 +115,34 @@ def test_recomputed_layers_change_nothing():
         assert torch.equal(results["none"], results[name])
     error = (results["feed-forward"] - results["none"]).norm() / results["none"].norm()
     assert error < 0.02, error
+
+
+@pytest.mark.gpu
+def test_a_row_is_launched_without_waiting_for_the_gpu():
+    """Its passes with and without gradients; the learner then waits once, for the log-probabilities."""
+    torch._dynamo.reset()
+    batch = pack(samples(3), row_tokens=200, fill=True)
+    row = batch.rows[0]
+    model = FAMILIES[2].model(torch.bfloat16).to("cuda")
+    body = TransformersBody(model, raw=model.config.to_dict())
+    lora = random_lora(body, torch.float32)
+
+    def passes() -> torch.Tensor:
+        with torch.no_grad():
+            row_logprobs(body, row, batch.labels, lora)
+        logprobs, _ = row_logprobs(body, row, batch.labels, lora)
+        logprobs.backward(to_device(torch.ones(len(row.label)), "cuda"))
+        return logprobs.detach()
+
+    for _ in range(2):  # the compiler may wait
+        passes()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logprobs = passes()
+        with pytest.raises(RuntimeError, match="synchronizing"):  # torch would have noticed
+            logprobs.cpu()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
