@@ -149,7 +149,7 @@ def block_mask(
     full_kv_num_blocks, full_kv_indices = _ordered(whole, device)
     q_num_blocks, q_indices = _ordered(partial.T, device)
     full_q_num_blocks, full_q_indices = _ordered(whole.T, device)
-    # Of 32 bits: the kernels read them for every pair of a partial block.
+    # In 32 bits, because the kernels read them for every pair of a partial block.
     ends, levels = to_device(leave.int(), device), to_device(depth.int(), device)
     visible = (
         trie_mask(ends)

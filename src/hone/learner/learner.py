@@ -224,7 +224,7 @@ class _Job:
         weight, advantage = weights(batch.labels, config), batch.labels.advantage
         loss_of_step = 0.0
         if config.kl_penalty_coef > 0:
-            assert old is not None and reference is not None, "run() prices both for the penalty"
+            assert old is not None and reference is not None, "run() scores both for the penalty"
             advantage = penalised(advantage, old, reference, config.kl_penalty_coef)
         if config.loss == "dpo":
             advantage, loss_of_step = self._prefer(index, reference)

@@ -27,7 +27,7 @@ from hone.learner.offload import to_device
 from hone.models.layers import COARSE, wide_combination, wide_product
 
 CHUNK_BYTES = 48 << 20
-"""Number of logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the
+"""Bytes of logits in memory at a time. Larger chunks gain nothing on a CPU; smaller ones slow the
 matmul."""
 CUDA_CHUNK_BYTES = 1 << 30
 """The same on CUDA, where every chunk reads the whole head twice."""

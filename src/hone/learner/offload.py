@@ -45,9 +45,9 @@ class HostWeights:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on the device. Does not wait until a GPU has done what it was given before.
+    """A copy on the device. Does not wait for the GPU to finish its earlier work.
 
-    The next row is then prepared and launched while the GPU still computes this one.
+    So the next row is prepared and launched while the GPU still computes this one.
     """
     if torch.device(device).type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)

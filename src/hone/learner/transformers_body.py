@@ -69,7 +69,7 @@ class TransformersBody:
         self._frozen_experts = sum(p.numel() for module in experts for p in module.parameters())
         self.layout: Layout = adapted_linears(raw, model)
         self._lora = LoraModules(model, self.layout)
-        free_cached(self.device)  # of the weights that were joined
+        free_cached(self.device)  # the memory of weights that were joined
         self._weights = HostWeights(model, self.device)
         self._layers = _wrap_layers(self._stack, self._text.num_hidden_layers)
         self._feed_forward = [_wrap_feed_forward(layer.part) for layer in self._layers]

@@ -38,9 +38,9 @@ FULL_SPEED = 8192
 SHORTEST_ROW = 512
 
 COMPILED_SHARE, EXPERTS_SHARE = 0.5, 0.75
-"""Activations of compiled layers, of those that shape.activations counts; of layers with experts, whose code
-is not compiled. Qwen2.5-3B, bf16, one row of 8,192 on one H200: 0.51 GB per layer, 0.14 GB with its
-feed-forward part recomputed."""
+"""Shares of the activations that shape.activations counts: of compiled layers, and of layers with experts,
+whose code is not compiled. Qwen2.5-3B, bf16, one row of 8,192 on one H200: 0.51 GB per layer, 0.14 GB with
+its feed-forward part recomputed."""
 
 CUDA_LOGITS = 33 << 26
 """Logits of a chunk, their weights in the gradient, and what cuBLAS and the allocator hold (measured)."""
@@ -146,7 +146,7 @@ def recomputation(
     choices = [Recomputation(feed_forward=n) for n in all_layers]
     if not plan.feed_forward:
         choices = choices[:1]
-    # The feed-forward parts of the other layers no longer matter then.
+    # Then whole layers, while the others still recompute their feed-forward parts.
     choices += [Recomputation(choices[-1].feed_forward, layers=n) for n in all_layers]
     return next((c for c in choices if plan.most_tokens(learner, c) >= tokens), choices[-1])
 

@@ -52,8 +52,8 @@ class LoraLinears(nn.Module):
         self.factors: list[LayerFactors | None] = [None] * len(linears)
         self.scale = 1.0
         self.joint = False
-        """Whether all layers are computed at once. Not inside a compiled checkpoint: torch 2.11 keeps there
-        what it should recompute."""
+        """Whether all layers are computed at once. False inside a compiled checkpoint, where torch 2.11 would
+        store what it should recompute."""
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
@@ -63,7 +63,7 @@ class LoraLinears(nn.Module):
         return slice(first, first + self.outputs[index])
 
     def forward(self, x: Tensor, index: int) -> Tensor:
-        """The output of one layer; with `joint`, those of the others are kept until they ask for them."""
+        """The output of one layer; with `joint`, those of the others are kept until they are asked for."""
         if not self.joint:
             return self._alone(x, index)
         if len(self.outputs) == 1:
@@ -108,7 +108,7 @@ class LoraLinears(nn.Module):
         return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, a), b)
 
     def _rows_of_b(self, stacks: Sequence[Tensor], index: int, x: Tensor) -> Tensor:
-        """Of a layer: its B times the scale, in the columns of its A."""
+        """A layer's B times the scale, in the columns of its own A; zero in the others."""
         factors, width = self.factors[index], sum(len(a) for a in stacks)
         if factors is None:
             return x.new_zeros(self.outputs[index], width)
@@ -213,7 +213,7 @@ class LoraModules:
 
 
 def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The paths, those of layers that read the same input together."""
+    """The paths in tuples: layers of one module that read the same input are together."""
     known, done = set(paths), set[str]()
     for path in paths:
         if path in done:
