@@ -176,14 +176,14 @@ def test_what_fails_says_why(address: str):
     ("headers", "why"),
     [
         ({"Host": "rebound.example"}, "Host is 'rebound.example'"),
-        ({"Origin": "https://other.example"}, "a web page from 'https://other.example'"),
+        ({"Origin": "https://other.example"}, "Origin is 'https://other.example'"),
         ({"X-Forwarded-For": "10.0.0.1"}, "the request was forwarded by a proxy"),
     ],
 )
 def test_web_pages_and_proxies_are_refused(address: str, headers: dict[str, str], why: str):
     refused = post(f"{address}/generate", {"input": "broken"}, **headers)
-    assert refused.status_code == 401 and why in refused.text
-    assert httpx2.get(f"{address}/health", headers=headers).status_code == 401
+    assert refused.status_code == 403 and why in refused.text
+    assert httpx2.get(f"{address}/health", headers=headers).status_code == 403
     own = {"Host": "localhost:1", "Origin": "http://localhost:3000"}
     assert post(f"{address}/generate", {"input": "broken"}, **own).status_code == 500
 
@@ -214,7 +214,7 @@ def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
             ({"Authorization": "bearer sesame", "Host": "workflow.cluster:8080"}, 500),
             ({"x-api-key": "sesame"}, 500),
             ({"Authorization": "sesame"}, 401),
-            ({"Authorization": "Bearer sesame", "Origin": "https://other.example"}, 401),
+            ({"Authorization": "Bearer sesame", "Origin": "https://other.example"}, 403),
         ):
             answer = post(f"{url}/generate", {"input": "broken"}, **sent)
             assert answer.status_code == status, (sent, answer.text)

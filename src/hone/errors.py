@@ -12,7 +12,8 @@
     |   |-- BadRequest                    a request that cannot be answered as sent
     |   |-- GrammarError                  a schema, regex or grammar that constrains no answer
     |   |-- NotInThisVersion              known, but not implemented yet
-    |   `-- Unauthorized                  no API key, or a wrong one
+    |   |-- Unauthorized                  no API key, or a wrong one
+    |   `-- Forbidden                     a host name, web page or proxy that is not allowed
     |-- RolloutError (RuntimeError)       the agent or its environment must act
     |   |-- PolicyFailure                 the rollout failed because of the model
     |   |-- AgentFailed                   the agent's program or service failed
@@ -129,6 +130,14 @@ class NotInThisVersion(ConfigError):
 
 class Unauthorized(ConfigError):
     """No API key, or a wrong one."""
+
+
+class Forbidden(ConfigError):
+    """A host name, web page or proxy that the server does not allow, whatever the API key."""
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RolloutError(HoneError, RuntimeError):

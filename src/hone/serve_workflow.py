@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from hone.config.build import build
 from hone.config.schema import read
-from hone.errors import BadRequest, ConfigError, Unauthorized
+from hone.errors import BadRequest, ConfigError, Forbidden, Unauthorized
 from hone.evaluation.steps import all_steps
 from hone.wire.access import (
     Names,
@@ -38,6 +38,7 @@ from hone.wire.access import (
     has_key,
     key_problem,
 )
+from hone.wire.errors import status_of
 from hone.wire.rollout import RolloutScope
 from hone.workflow.endpoint import DATA, STEP
 from hone.workflow.function import Function
@@ -167,7 +168,7 @@ class WorkflowApp:
         return _json({"status": "healthy"})
 
     def _check(self, headers: Mapping[str, str]) -> None:
-        """Raise Unauthorized for requests from web pages or proxies, as `hone serve` does."""
+        """Raise Forbidden for requests from web pages or proxies, as `hone serve` does."""
         check_host(self._names, headers, "--api_key KEY and send the key")
         check_origin(headers, ())
         if not self._key:
@@ -185,10 +186,8 @@ class WorkflowApp:
                     how = "send the key of --api_key: Authorization: Bearer KEY"
                     raise Unauthorized(f"{key_problem(request.headers)}; {how}")
                 return await answer(request)
-            except Unauthorized as error:
-                return _error(401, str(error))
-            except BadRequest as error:
-                return _error(400, str(error))
+            except (Unauthorized, Forbidden, BadRequest) as error:
+                return _error(status_of(error), str(error))
             except ClientDisconnect:
                 return _error(499, "the client has left")
 

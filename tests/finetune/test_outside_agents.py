@@ -13,7 +13,7 @@ from tests.finetune.rehearsal import Rehearsal
 from tests.workflow.rollouts import why
 
 from hone.config.policy import describe
-from hone.errors import Unauthorized
+from hone.errors import Forbidden
 from hone.finetune.preflight import failures
 from hone.server import listen
 from hone.workflow.run import RolloutResult, run_rollout
@@ -150,7 +150,7 @@ async def test_an_agent_gets_the_advertised_address(rehearsal: Rehearsal):
     assert result.output.endswith(f"\n{url}/rollout/{run.id}:0/v1")
     assert len(result.calls) == 2
     # The server would refuse every call of the agents, so the run does not begin.
-    with pytest.raises(Unauthorized, match=r"Host is 'gpu1', and .* --allowed-hosts"):
+    with pytest.raises(Forbidden, match=r"Host is 'gpu1', and .* --allowed-hosts"):
         async with rehearsal.live(trainer_adapters=adapters("http://gpu1:8000")):
             pass
 

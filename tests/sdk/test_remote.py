@@ -296,6 +296,7 @@ async def test_an_engine_that_cannot_start_is_started_once(
     [
         (400, "invalid_request_error", errors.ConfigError),
         (401, "Unauthorized", errors.Unauthorized),
+        (403, "Forbidden", errors.Forbidden),
         (404, "NotFound", errors.NotFound),
         (404, "ModelNotFound", errors.ModelNotFound),
         (409, "Conflict", errors.Conflict),

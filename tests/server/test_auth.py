@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hone.errors import ConfigError, Unauthorized
+from hone.errors import ConfigError, Forbidden, Unauthorized
 from hone.server.auth import check, check_advertised, ensure_key, inference_key
 from hone.server.settings import Settings
 
@@ -22,7 +22,7 @@ def passes(
 ) -> bool:
     try:
         check(Settings(**settings), "/v1/models", headers, client, control=control)
-    except Unauthorized:
+    except (Forbidden, Unauthorized):
         return False
     return True
 
@@ -135,7 +135,7 @@ def test_a_forwarded_request_never_reaches_a_server_without_a_key(header: str):
     assert not passes(forwarded)
     assert not passes(forwarded, forwarded_allow_ips=(ip_network("127.0.0.1"),))
     assert passes({**forwarded, **KEY}, api_key="k")
-    with pytest.raises(Unauthorized, match="--api-key"):
+    with pytest.raises(Forbidden, match="--api-key"):
         check(Settings(), "/health", forwarded, "127.0.0.1", control=True)
 
 

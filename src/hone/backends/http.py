@@ -45,7 +45,7 @@ _RETRIED = frozenset({429, 502, 503, 504})
 _BY_STATUS: dict[int, type[HoneError]] = {
     400: ConfigError,
     401: errors.Unauthorized,
-    403: errors.Unauthorized,
+    403: errors.Forbidden,
     404: errors.NotFound,
     409: errors.Conflict,
     413: ConfigError,

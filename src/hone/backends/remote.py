@@ -233,7 +233,7 @@ class RemoteBackend(Server):
         return [str(item["id"]) for item in models["data"]]
 
     async def check_host(self, url: str) -> None:
-        """Raise Unauthorized unless the server answers to the host name of this URL."""
+        """Raise Forbidden unless the server answers to the host name of this URL."""
         host = {"Host": urlsplit(url).netloc.rpartition("@")[2]}
         await self.ask("GET", "/health", read_s=HEALTH_S, headers=host)
 

@@ -1,7 +1,8 @@
 """Access control: keys, trusted networks, host names, origins, proxies.
 
 In:   settings; the address, path and headers of a request
-Out:  the request's Access, or an Unauthorized that says what to send or which option to set
+Out:  the request's Access; an Unauthorized that says which key to send; a Forbidden that says which
+      option to set
 
 Host and Origin are checked with and without a key (wire/access.py). Without a key, only the
 address of the connection tells a local client from others, so a request that a proxy forwarded is
@@ -56,9 +57,9 @@ _INFERENCE_ONLY = (
 def check(
     settings: Settings, path: str, headers: Mapping[str, str], client: str | None, *, control: bool
 ) -> Access:
-    """The access of this request; raises Unauthorized unless it may pass."""
+    """The access of this request; raises Unauthorized or Forbidden unless it may pass."""
     check_host(_names(settings), headers, "--allowed-hosts and that name")
-    how = "Start the server with --allowed-origins and that origin if it should."
+    how = "Start the server with --allowed-origins and that origin if they should."
     check_origin(headers, settings.allowed_origins, how)
     if settings.api_key is None:
         check_not_forwarded(headers, "--api-key")

@@ -1,7 +1,7 @@
 """Checks of a request's headers: key, host name, origin, proxies.
 
 In:   the headers of a request; the names and clients that the server accepts
-Out:  nothing, or an Unauthorized that says what to do
+Out:  nothing, or a Forbidden that says what to do
 
 A web page can make a browser call this machine under a host name that was changed to point here
 (DNS rebinding). So Host and Origin are checked, with and without a key.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from hone.errors import Unauthorized
+from hone.errors import Forbidden
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
@@ -58,9 +58,10 @@ def check_host(names: Names, headers: Mapping[str, str], otherwise: str) -> None
     """Refuse a host name that is not the server's; `otherwise` says how to allow it."""
     host = hostname(headers.get("host", ""))
     if host not in names:
-        raise Unauthorized(
+        raise Forbidden(
             f"Host is {host[:200]!r}, and this server does not answer to that name. Use localhost, "
-            f"or start the server with {otherwise}."
+            f"or start the server with {otherwise}.",
+            code="host_not_allowed",
         )
 
 
@@ -73,17 +74,20 @@ def check_origin(headers: Mapping[str, str], allowed: Collection[str], otherwise
     # this server, or by its address, may be any site.
     page = hostname(origin.partition("://")[2])
     if page not in LOCAL and page != hostname(headers.get("host", "")):
-        raise Unauthorized(
-            f"a web page from {origin[:200]!r} may not call this server.{otherwise and ' '}{otherwise}"
+        raise Forbidden(
+            f"Origin is {origin[:200]!r}, and web pages of that site may not call this server."
+            f"{otherwise and ' '}{otherwise}",
+            code="origin_not_allowed",
         )
 
 
 def check_not_forwarded(headers: Mapping[str, str], key_option: str) -> None:
     """Refuse a forwarded request; for a server without a key, which trusts its own machine."""
     if name := forwarded(headers):
-        raise Unauthorized(
+        raise Forbidden(
             f"the request was forwarded by a proxy (header {name!r}), and a server without a "
-            f"key answers only clients on its own machine. Start it with {key_option}."
+            f"key answers only clients on its own machine. Start it with {key_option}.",
+            code="proxy_not_allowed",
         )
 
 

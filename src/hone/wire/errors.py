@@ -20,6 +20,7 @@ _STATUS = (
     (errors.NotFound, 404),
     (errors.ModelNotFound, 404),
     (errors.Unauthorized, 401),
+    (errors.Forbidden, 403),
     (errors.Conflict, 409),
     (errors.Unprocessable, 422),
     (errors.NotInThisVersion, 501),
