@@ -21,7 +21,7 @@ from hone.models.cache import cache_home
 from hone.models.card import CONTEXT
 from hone.models.decoder import Decoder
 from hone.server import engine_choice
-from hone.server.engine_choice import Gpus, choose_gpus, visible
+from hone.server.gpus import Gpus, choose_gpus, visible
 from hone.server.settings import Settings
 from hone.types import ModelSpec
 

@@ -6,9 +6,6 @@ Out:  engines, opened; checks of the engine_args that a model sends; the GPUs of
 `auto` selects vLLM if it is installed for the chosen Python and the machine has a CUDA GPU. One
 engine serves all models of a base model, with the engine_args of the model registered last, the
 largest rank and the longest max_seq_length.
-
-GPU ids index the GPUs that the server sees. A process sees only the GPUs assigned to it, so its
-first GPU is always cuda:0.
 """
 
 import itertools
@@ -16,8 +13,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +24,6 @@ from hone.errors import ConfigError, EngineError, ModelNotFound
 from hone.inference.base import Engine
 from hone.inference.vllm_args import (
     GPU_IDS,
-    INFERENCE_IDS,
-    SIZES,
     TRAINER_IDS,
     check_arg,
     rank_limit,
@@ -38,6 +33,7 @@ from hone.logs import say
 from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
 from hone.models.find import find
 from hone.models.shape import check_targets
+from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
@@ -46,8 +42,6 @@ from hone.wire.errors import brief
 CheckArg = Callable[[str, str, Any], bool]
 """Checks one engine argument (its path, key and value); returns whether it applies to this
 engine."""
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -64,19 +58,6 @@ class Plan:
         return (
             self.args == other.args and other.rank <= limit and other.max_length <= self.max_length
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """GPU ids of engine and learner; empty on a machine without GPUs."""
-
-    inference: tuple[int, ...] = ()
-    trainer: int | None = None
-
-    @property
-    def shared(self) -> int | None:
-        """The GPU that vLLM and the learner share, if they do."""
-        return self.trainer if self.trainer in self.inference else None
 
 
 class EngineChoice:
@@ -325,76 +306,3 @@ class EngineChoice:
         if self.vllm is None:
             return "embedded"
         return f"vLLM {self.vllm.version} of {self.vllm.python}"
-
-
-def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> Gpus:
-    """The GPUs of a model with these engine_args; ConfigError if there are fewer than it names.
-
-    Without inference_gpu_ids vLLM takes as many as it needs, from the server's device on. Without
-    trainer_gpu_ids the learner takes the server's device.
-    """
-    needed = 1
-    for key in SIZES:
-        needed *= int(args.get(key) or 1)
-    first = int((device or "").partition(":")[2] or 0)
-    inference = _existing(args, INFERENCE_IDS, count)
-    trainer = _existing(args, TRAINER_IDS, count)
-    present = count if inference is None else len(inference)
-    if needed > max(1, present):
-        raise ConfigError(
-            f"engine_args: {' x '.join(SIZES)} is {needed}, and {present} GPUs are present; lower it"
-        )
-    if trainer is not None and len(trainer) > 1:
-        raise ConfigError(
-            f"engine_args.{TRAINER_IDS}: {trainer!r}; the learner trains on one GPU in this version; "
-            f"send one number, such as [{trainer[0]}]"
-        )
-    if not count:
-        return Gpus()
-    if inference is None:
-        start = first if first + needed <= count else 0
-        inference = list(range(start, start + needed))
-    return Gpus(tuple(inference[:needed]), first if trainer is None else trainer[0])
-
-
-def _existing(args: Mapping[str, Any], key: str, count: int) -> list[int] | None:
-    ids = args.get(key)
-    missing = [gpu for gpu in ids or () if gpu >= count]
-    if missing:
-        raise ConfigError(
-            f"engine_args.{key}: GPU {missing[0]} does not exist; this machine has {count}"
-        )
-    return ids
-
-
-def visible(gpus: Sequence[int]) -> dict[str, str]:
-    """The environment of a process that sees these GPUs only."""
-    names = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
-    return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)} if gpus else {}
-
-
-def check_device(device: str | None) -> None:
-    """Raise ConfigError if `--device` names a GPU that this machine does not have."""
-    if device is None or device == "cpu":
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    if int(device.partition(":")[2] or 0) < count:
-        return
-    there = f"{count} CUDA GPUs, numbered from 0" if count else "no CUDA GPU"
-    raise ConfigError(
-        f"--device {device}: torch sees {there}. Name another device, or cpu, or check the driver "
-        f"(nvidia-smi), {VISIBLE} and whether torch is built for CUDA."
-    )
-
-
-def num_gpus(device: str | None) -> int:
-    """CUDA devices that may be used."""
-    if device == "cpu" or not Path("/dev/nvidiactl").exists():
-        return 0  # without loading torch
-    import torch
-
-    with suppress(RuntimeError):
-        return torch.cuda.device_count()
-    return 0

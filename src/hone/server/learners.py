@@ -20,7 +20,8 @@ from hone.errors import LearnerDied
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
 from hone.models.card import CONTEXT
-from hone.server.engine_choice import EngineChoice, visible
+from hone.server.engine_choice import EngineChoice
+from hone.server.gpus import visible
 from hone.server.settings import Settings
 from hone.server.tokenizer import BaseTokenizer
 

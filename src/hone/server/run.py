@@ -25,7 +25,7 @@ from hone.lock import LockFile, LockHeld
 from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
 from hone.server.auth import check_advertised, ensure_key
-from hone.server.engine_choice import check_device
+from hone.server.gpus import check_device
 from hone.server.listen import (
     AppServer,
     bind,
