@@ -13,6 +13,9 @@ class EngineArgs:
     max_lora_rank: int = 16
     enable_sleep_mode: bool = False
     load_format: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    lora_dtype: str = "auto"
     _private: int = 0
 
 class AsyncEngineArgs(EngineArgs):

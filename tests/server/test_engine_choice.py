@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.inference.conftest import write_vllm
 
 from hone.errors import ConfigError, EngineError
+from hone.models import machine
 from hone.server import engine_choice
 from hone.server.art_requests import ArtModel, model_spec
 from hone.server.engine_choice import EngineChoice, Plan
@@ -135,6 +137,45 @@ def test_other_formats_of_the_same_weights_reach_vllm(state: State, python: Path
     sent = spec(engine_args={"load_format": "safetensors", "quantization": None})
     settled = checked_spec(sent, choice(state, engine="vllm", engine_python=python).check_arg())
     assert settled.engine_args == {"load_format": "safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "value", "says"),
+    [
+        ("dtype", "float32", "auto", None),
+        ("dtype", "float32", "float32", None),
+        (
+            "dtype",
+            "float32",
+            "bfloat16",
+            "'bfloat16' cannot be set: on this machine hone computes ",
+        ),
+        ("dtype", "bfloat16", "bfloat16", None),
+        ("dtype", "bfloat16", "float16", "'float16' cannot be set: "),
+        ("kv_cache_dtype", "bfloat16", "bfloat16", None),
+        ("kv_cache_dtype", "bfloat16", "fp8", "'fp8' cannot be set: "),
+        ("lora_dtype", "float32", "bfloat16", "'bfloat16' cannot be set: "),
+    ],
+)
+def test_vllm_computes_in_the_dtype_of_the_learner(
+    state: State,
+    python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    dtype: str,
+    value: str,
+    says: str | None,
+) -> None:
+    monkeypatch.setattr(machine, "choose", lambda device: ("cpu", getattr(torch, dtype)))
+    check_arg = choice(state, engine="vllm", engine_python=python).check_arg()
+    sent = spec(engine_args={key: value})
+    if says is None:
+        assert checked_spec(sent, check_arg).engine_args == {key: value}
+        return
+    with pytest.raises(ConfigError) as refused:
+        checked_spec(sent, check_arg)
+    assert str(refused.value).startswith(f"engine_args.{key}: {says}")
+    assert str(refused.value).endswith(f"leave it out or send {dtype!r}")
 
 
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:

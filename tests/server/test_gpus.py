@@ -144,7 +144,9 @@ def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
     assert float(options["--gpu-memory-utilization"] or 0) == pytest.approx(0.17, abs=0.01)
     assert "24.0 GB of GPU memory; sampling: vLLM 0.17 (weights 0.0" in caplog.text
 
-    options, _, _ = started(server, tiny_model, tmp_path, gpu_memory_utilization=0.9)
+    args = {"gpu_memory_utilization": 0.9, "dtype": "auto"}
+    options, _, _ = started(server, tiny_model, tmp_path, **args)
+    assert options["--dtype"] == "bfloat16"  # the learner's, not what vLLM would choose
     assert options["--gpu-memory-utilization"] == "0.9" and "--enable-sleep-mode" in options
     server.store.close()
 

@@ -26,6 +26,8 @@ MAX_LOGPROBS = 20
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """vLLM needs as many GPUs as their product."""
+DTYPES = ("dtype", "kv_cache_dtype", "lora_dtype")
+"""Arguments that must be hone's dtype, or `auto`, for which hone's dtype is used."""
 _COUNTS = (*SIZES, "max_model_len", "max_loras", "max_cpu_loras")
 _CODE = "it can load code, which a client of the server must not; leave it out"
 _SAMPLING = "it would change the log-probabilities that jobs are trained with; leave it out"
@@ -121,6 +123,16 @@ def _check_value(where: str, key: str, value: Any) -> None:
         )
     if key == "max_lora_rank" and value not in RANKS:
         raise ConfigError(f"{where}: {value!r}; vLLM accepts {', '.join(map(str, RANKS))}")
+
+
+def check_dtype(where: str, value: Any, dtype: str) -> None:
+    """Refuse another dtype than the one that hone chose for engine and learner."""
+    if value not in ("auto", dtype):
+        raise ConfigError(
+            f"{where}: {value!r} cannot be set: on this machine hone computes in {dtype}. In another "
+            "dtype, the engine's log-probabilities would not be those of the model that the learner "
+            f"trains; leave it out or send {dtype!r}"
+        )
 
 
 def rank_limit(rank: int) -> int:

@@ -69,13 +69,13 @@ def start_server(
     """Start a vLLM server for a model by name. Blocking.
 
     `max_length` applies unless `args` has a max_model_len; the model's own limit always applies, and
-    exceeding it in `args` is an error. `env` is added to the environment of its processes.
+    exceeding it in `args` is an error. `dtype` replaces that in `args`. `env` is added to the environment of its processes.
     `less_memory` says what to do if it runs out of memory. `start` is entered while the process
     starts, so that its owner can stop it.
     """
     files = find(name)
     sleeps = on_gpu and args.get("enable_sleep_mode") is not False
-    args = {"dtype": dtype, **args}
+    args = {**args, "dtype": dtype}
     length = _length(name, files, args.get("max_model_len"), max_length)
     arguments = server_arguments(
         str(files.path),

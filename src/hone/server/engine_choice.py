@@ -23,9 +23,11 @@ from typing import Any
 from hone.errors import ConfigError, EngineError, ModelNotFound
 from hone.inference.base import Engine
 from hone.inference.vllm_args import (
+    DTYPES,
     GPU_IDS,
     TRAINER_IDS,
     check_arg,
+    check_dtype,
     rank_limit,
 )
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
@@ -105,6 +107,8 @@ class EngineChoice:
                     "(--engine-url); set it there"
                 )
             check_arg(where, key, value, known or ())
+            if key in DTYPES and value is not None:
+                check_dtype(where, value, self.machine()[1])
             return key not in GPU_IDS or num_gpus(self._settings.device) > 0
 
         return check
