@@ -178,6 +178,28 @@ def test_vllm_computes_in_the_dtype_of_the_learner(
     assert str(refused.value).endswith(f"leave it out or send {dtype!r}")
 
 
+@pytest.mark.parametrize("args", [{"quantization": "fp8"}, {"dtype": "float16"}, {"gone": 1}])
+def test_stored_engine_args_are_refused_when_the_engine_starts(
+    state: State, python: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
+) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python, device="cpu")
+    sent = spec(engine_args=args)
+    with pytest.raises(ConfigError) as refused:
+        checked_spec(sent, vllm.check_arg())
+    state.models.register(sent)  # as a version did that did not check it
+    with pytest.raises(ConfigError) as at_start:
+        vllm.open("tiny")
+    again = "Model 'default/agent' was registered with it; register that model again."
+    assert str(at_start.value) == f"{refused.value}\n{again}"
+    state.models.register(spec())
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "hone.inference.vllm.VllmEngine.open", lambda name, **_: opened.append(name)
+    )
+    vllm.open("tiny")
+    assert opened == ["tiny"]
+
+
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
     check_arg = choice(state, engine_url="http://10.0.0.1:8000").check_arg()
     with pytest.raises(ConfigError, match="for a vLLM that runs already"):

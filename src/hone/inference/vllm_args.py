@@ -28,6 +28,16 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """vLLM needs as many GPUs as their product."""
 DTYPES = ("dtype", "kv_cache_dtype", "lora_dtype")
 """Arguments that must be hone's dtype, or `auto`, for which hone's dtype is used."""
+_READERS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""vLLM's load formats that read the base model's own files and change nothing."""
+SAME_MODEL: dict[str, tuple[Any, ...]] = {
+    "quantization": (),
+    "quantization_config": (),
+    "load_format": _READERS,
+    "hf_overrides": (),
+}
+"""Arguments with which vLLM would serve another model than the learner trains, and the values with
+which it does not."""
 _COUNTS = (*SIZES, "max_model_len", "max_loras", "max_cpu_loras")
 _CODE = "it can load code, which a client of the server must not; leave it out"
 _SAMPLING = "it would change the log-probabilities that jobs are trained with; leave it out"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from hone.dev import ONE_WAY, RENAMED, check_only
 from hone.server.engine_choice import CheckArg
-from hone.server.model_args import DEVICES, SAME_MODEL, Read, flat, read_args
+from hone.server.model_args import ENGINE_ONLY, Read, flat, read_args
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import (
     AnyName,
@@ -258,10 +258,9 @@ def job_config(
 def server_keys(config: Mapping[str, Any] | None) -> list[str]:
     """Keys for starting ART's OpenAI server. hone's is already running, so they are only listed."""
     names = []
-    only = DEVICES | SAME_MODEL
     for name, value in flat(config or {}, ("server_args", "engine_args"), ("config",)):
-        if name in only:
-            check_only(f"config.{name}", value, only[name])
+        if name in ENGINE_ONLY:
+            check_only(f"config.{name}", value, ENGINE_ONLY[name])
         if name != "server_args.api_key":
             names.append(name)
     return sorted(names)

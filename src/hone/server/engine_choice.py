@@ -20,11 +20,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hone.dev import check_only
 from hone.errors import ConfigError, EngineError, ModelNotFound
 from hone.inference.base import Engine
 from hone.inference.vllm_args import (
     DTYPES,
     GPU_IDS,
+    SAME_MODEL,
     TRAINER_IDS,
     check_arg,
     check_dtype,
@@ -101,6 +103,8 @@ class EngineChoice:
         known = None if self.vllm is None else self.vllm.keys
 
         def check(where: str, key: str, value: Any) -> bool:
+            if key in SAME_MODEL and value is not None:
+                check_only(where, value, SAME_MODEL[key])
             if known is None and key != TRAINER_IDS:
                 raise ConfigError(
                     f"{where}: {brief(value)} cannot be set for a vLLM that runs already "
@@ -149,9 +153,28 @@ class EngineChoice:
         device = self._settings.device or ("cuda" if num_gpus(None) else "cpu")
         check_targets(config, spec.target_modules, device)
 
+    def _newest(self, base_model: str) -> ModelSpec | None:
+        """The model whose engine_args are used: the one registered last."""
+        records = self._models.on_base(base_model)
+        return self._last.get(base_model) or (records[-1].spec if records else None)
+
+    def _check_stored(self, base_model: str) -> None:
+        """Refuse engine_args of a stored model that an earlier hone or vLLM accepted."""
+        spec, check = self._newest(base_model), self.check_arg()
+        if spec is None or check is None:
+            return
+        try:
+            for key, value in spec.engine_args.items():
+                check(f"engine_args.{key}", key, value)
+        except ConfigError as error:
+            name = str(spec.key)
+            raise ConfigError(
+                f"{error}\nModel {name!r} was registered with it; register that model again."
+            ) from None
+
     def _plan(self, base_model: str, spec: ModelSpec | None) -> Plan:
         specs = [record.spec for record in self._models.on_base(base_model)]
-        last = spec or self._last.get(base_model) or (specs[-1] if specs else None)
+        last = spec or self._newest(base_model)
         specs += [] if last is None else [last]
         lengths = [int(str(s.defaults.get("max_seq_length") or 0)) for s in specs]
         most = self._settings.max_seq_length
@@ -242,10 +265,12 @@ class EngineChoice:
         from hone.inference.vllm import VllmEngine
 
         device, dtype, _ = self.machine()
+        url = self._settings.engine_url
+        if url is None:
+            self._check_stored(base_model)
         with self._lock:  # set before it opens: models registered meanwhile are compared with it
             plan = self._opened[base_model] = self._plan(base_model, None)
         directory = self._directory()
-        url = self._settings.engine_url
         if url is not None:
             return VllmEngine.connect(
                 base_model, url, directory=directory, max_length=plan.max_length

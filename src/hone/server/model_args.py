@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from hone.dev import check_only
 from hone.errors import ModelNotFound, Unprocessable, did_you_mean
-from hone.inference.vllm_args import GPU_IDS
+from hone.inference.vllm_args import GPU_IDS, SAME_MODEL, SIZES
 from hone.models.find import check_exists
 from hone.server.engine_choice import CheckArg
 from hone.train_config import unused_keys
@@ -59,20 +59,12 @@ ADAMW = (
 
 TARGETS = "peft_args.target_modules"
 
-DEVICES = dict.fromkeys(
-    ("engine_args.tensor_parallel_size", "engine_args.pipeline_parallel_size"), (1, "1")
-)
-"""An engine runs on one device."""
-
-_READERS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""vLLM's load formats that read the base model's own files and change nothing."""
-SAME_MODEL: dict[str, tuple[Any, ...]] = {
-    "engine_args.quantization": (),
-    "engine_args.quantization_config": (),
-    "engine_args.load_format": _READERS,
-    "engine_args.hf_overrides": (),
+ENGINE_ONLY: dict[str, tuple[Any, ...]] = {
+    f"engine_args.{key}": values
+    for key, values in (dict.fromkeys(SIZES, (1, "1")) | SAME_MODEL).items()
 }
-"""Arguments with which an engine would serve another model than the learner trains."""
+"""The keys of ONLY that the embedded engine refuses: it runs on one device, with the base model's own
+weights."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "peft_args.lora_dropout": (0,),
@@ -92,8 +84,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "init_args.resize_model_vocab": (),
     "engine_args.revision": (),
     "engine_args.rope_scaling": (),
-    **DEVICES,
-    **SAME_MODEL,
+    **ENGINE_ONLY,
     "trainer_args.adam_beta1": (0.9,),
     "trainer_args.adam_beta2": (0.99,),
     "trainer_args.adam_epsilon": (1e-8,),
@@ -172,8 +163,6 @@ def read_args(
             continue
         if check_arg and name not in _MODELS and (section == "engine_args" or key in GPU_IDS):
             where = ".".join(map(str, (*root, name)))
-            if name in SAME_MODEL:
-                check_only(where, value, SAME_MODEL[name])
             if check_arg(where, key, value):
                 engine_args[key] = value
             else:
