@@ -275,7 +275,10 @@ class _Arguments:
         Text outside strings is checked together with everything sent so far. It is held back until
         there is enough of it, so that the checks of a long call take linear time.
         """
-        self._text += text
+        # CPython appends in place to a string that nothing else refers to.
+        whole, self._text = self._text, ""
+        whole += text
+        self._text = whole
         start = self._sent
         if self._in_string and (characters := _CHARACTERS.match(self._text, start)):
             self._sent = characters.end()

@@ -124,7 +124,7 @@ class ResponseWriter:
             self._open = _OpenItem(begun, place, encrypted=self._encrypted)
             events += self._item_events(self._open.added())
         item = self._open
-        item.text += text
+        item.pieces.append(text)
         item.logprobs += logprobs
         if text:
             events += self._item_events([item.delta(text, logprobs)])
@@ -228,10 +228,15 @@ class _OpenItem:
     def __init__(self, item: dict[str, Any], place: int, *, encrypted: bool) -> None:
         """`item` as it begins, without text."""
         self.kind, self.place = item["type"], place
-        self.text = ""
+        self.pieces: list[str] = []
+        """Its text so far. Joined only at the end: joining it at every delta takes quadratic time."""
         self.logprobs: Logprobs = []
         self._item = item
         self._encrypted = encrypted and self.kind == "reasoning"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def finished(self, status: str) -> dict[str, Any]:
         """The item with all of its text."""
