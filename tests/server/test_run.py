@@ -11,16 +11,21 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from tests.server.api import job
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.server import run
+from hone.errors import ConfigError
+from hone.server import gpus, run
+from hone.server.settings import Settings
+from hone.server.state import State
 
 SERVE = [sys.executable, "-m", "hone.cli", "serve"]
 
@@ -115,13 +120,34 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
         (["--trust-network", "10.0.0.0/99"], "--trust-network"),
         (["--log-level", "loud"], "--log-level 'loud'"),
         (["--device", "gpu"], "--device 'gpu': expected cpu, cuda or cuda:N"),
-        (["--device", "cuda:99"], "--device cuda:99: torch sees "),
+        (["--device", "cuda:99"], "--device cuda:99: torch "),
     ],
 )
 def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str):
     refused = CliRunner().invoke(app, ["serve", "--root", str(tmp_path), *options])
     assert refused.exit_code == 1 and says in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", None])
+def test_a_torch_without_cuda_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None
+):
+    (tmp_path / "version.py").write_text("__version__, cuda, hip = '2.0+cpu', None, None\n")
+    monkeypatch.setattr(torch, "__spec__", ModuleSpec("torch", None, origin=str(tmp_path / "_")))
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)  # the files of a GPU are there
+    why = "torch 2.0+cpu is built without CUDA. Install a build with CUDA"
+    if device is not None:
+        with pytest.raises(ConfigError, match=f"^--device cuda: {re.escape(why)}"):
+            gpus.check_device(device)
+        return
+    state = State(Settings(root=tmp_path / "root"))
+    (line,) = (line for line in run.banner(state, None) if line.startswith("device"))
+    state.store.close()
+    assert line.startswith(f"device        cpu: {why}") and "GPU" in line
+    assert gpus.unused_gpu("cpu") is None
+    (tmp_path / "version.py").write_text("__version__, cuda, hip = '2.0', '13.0', None\n")
+    assert gpus.unused_gpu(None) is None
 
 
 def test_an_engine_that_is_not_there_is_refused_at_the_start(tmp_path: Path):

@@ -8,9 +8,11 @@ first GPU is always cuda:0.
 """
 
 import os
+import runpy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from hone.errors import ConfigError
 from hone.inference.vllm_args import INFERENCE_IDS, SIZES, TRAINER_IDS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER = Path("/dev/nvidiactl")
+"""Exists where NVIDIA's driver is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ def check_device(device: str | None) -> None:
     """Raise ConfigError if `--device` names a GPU that this machine does not have."""
     if device is None or device == "cpu":
         return
+    if problem := _lacks_cuda():
+        raise ConfigError(f"--device {device}: {problem}, or use --device cpu.")
     import torch
 
     count = torch.cuda.device_count()
@@ -91,13 +97,34 @@ def check_device(device: str | None) -> None:
     there = f"{count} CUDA GPUs, numbered from 0" if count else "no CUDA GPU"
     raise ConfigError(
         f"--device {device}: torch sees {there}. Name another device, or cpu, or check the driver "
-        f"(nvidia-smi), {VISIBLE} and whether torch is built for CUDA."
+        f"(nvidia-smi) and {VISIBLE}."
+    )
+
+
+def unused_gpu(device: str | None) -> str | None:
+    """Why the server uses the CPU although the machine has a GPU; None if it does not."""
+    if device is not None or not DRIVER.exists():
+        return None
+    problem = _lacks_cuda()
+    return problem and f"{problem}, or set --device cpu. The GPU of this machine is not used."
+
+
+def _lacks_cuda() -> str | None:
+    """What to install in place of a torch without CUDA; None if it has it. Does not load torch."""
+    package = find_spec("torch")
+    assert package is not None and package.origin is not None
+    build = runpy.run_path(str(Path(package.origin).with_name("version.py")))
+    if build["cuda"] or build.get("hip"):
+        return None
+    return (
+        f"torch {build['__version__']} is built without CUDA. Install a build with CUDA "
+        "(https://pytorch.org/get-started/locally)"
     )
 
 
 def num_gpus(device: str | None) -> int:
     """CUDA devices that may be used."""
-    if device == "cpu" or not Path("/dev/nvidiactl").exists():
+    if device == "cpu" or not DRIVER.exists():
         return 0  # without loading torch
     import torch
 

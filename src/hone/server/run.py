@@ -10,6 +10,7 @@ second one is refused, because both would run the same jobs.
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from hone.lock import LockFile, LockHeld
 from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
 from hone.server.auth import check_advertised, ensure_key
-from hone.server.gpus import check_device
+from hone.server.gpus import check_device, unused_gpu
 from hone.server.listen import (
     AppServer,
     bind,
@@ -147,6 +148,8 @@ async def _serve(
     if os.environ.get("HONE_OWNED") == "1":
         loop.add_reader(sys.stdin.fileno(), _watch_owner, loop, stop)
     async with state.running():
+        if reason := unused_gpu(settings.device):
+            say(reason, level=logging.WARNING)
         say("server started", root=settings.root, port=settings.port, pid=os.getpid())
         tasks = [
             asyncio.create_task(server.serve(sockets=[bound]))
@@ -204,6 +207,8 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         f"models        {names or 'none registered yet; base models answer by their name'}"
         + (" on the training API" if closed else ""),
     ]
+    if reason := unused_gpu(settings.device):
+        lines.append(f"device        cpu: {reason}")
     if fresh_key is not None:
         lines.append(
             f"API key       {fresh_key}   (shown once; kept in {settings.root / 'api_key'})"
