@@ -124,6 +124,13 @@ def test_a_stdout_that_cannot_be_written_is_one_line_and_one_for_head_is_none(tm
         os.close(writing)
 
 
+def test_a_closed_stdout_is_one_line_on_stderr():
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hone", "--version"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    says = "hone: standard output is closed. Redirect it instead, for example to /dev/null.\n"
+    assert (done.returncode, done.stderr) == (1, says)
+
+
 def test_ctrl_c_ends_any_command_with_130(monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

@@ -382,13 +382,12 @@ def main() -> None:
     # The shell of a script ignores SIGINT for what it starts with `&`; `kill -INT` must end that too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    check_stdout()
     try:
+        check_stdout()
         try:
             app()
         finally:
-            if sys.stdout is not None:  # it was closed before the start
-                sys.stdout.flush()
+            sys.stdout.flush()
     except HoneError as error:  # from --help and --version, which run no command, or the flush
         typer.echo(f"hone: {error}", err=True)
         sys.exit(1)

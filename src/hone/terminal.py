@@ -88,9 +88,16 @@ class _Stdout(io.FileIO):
 
 
 def check_stdout() -> None:
-    """Let every write to stdout that fails raise a ConfigError, or BrokenPipeError."""
+    """Let every write to stdout that fails raise a ConfigError, or BrokenPipeError.
+
+    A closed stdout is refused: the next file that is opened would take its place.
+    """
     stdout = sys.stdout
-    if not isinstance(stdout, io.TextIOWrapper):  # closed, or replaced by a notebook
+    if stdout is None:
+        raise ConfigError(
+            "standard output is closed. Redirect it instead, for example to /dev/null."
+        )
+    if not isinstance(stdout, io.TextIOWrapper):  # replaced by a notebook
         return
     stdout.flush()
     raw = _Stdout(stdout.fileno(), "wb", closefd=False)
