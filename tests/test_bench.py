@@ -20,6 +20,7 @@ from bench.process import Contender, ContenderFailed
 from bench.publish import held
 from bench.report import Goal, cells, markdown_table, merged, read, result, write
 from bench.workloads import RolloutShape, TrainShape, groups, prompts, sequences
+from tests.patience import PATIENCE_S
 
 from hone.learner.learner import Learner
 from hone.models.decoder import Decoder
@@ -147,7 +148,7 @@ def test_the_endpoint_answers_like_a_server_that_records():
 
 def test_a_contender_that_ends_is_reported_with_its_last_words():
     with pytest.raises(ContenderFailed, match=r"(?s)during 'start': it ended.*No module named"):
-        Contender.start("bench.no_such_contender", {}, deadline_s=60)
+        Contender.start("bench.no_such_contender", {}, deadline_s=PATIENCE_S)
 
 
 def test_plain_packing_computes_the_same_gradient(tiny_llama_dir: Path):
@@ -181,7 +182,9 @@ def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
     config["max_position_embeddings"] = 8192  # a tiny model would reach 512 before it is measured
     (model / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "bench", "publish", "--quick"]
-    subprocess.run([*command, "--model", str(model), "--out", str(out)], check=True, timeout=300)
+    subprocess.run(
+        [*command, "--model", str(model), "--out", str(out)], check=True, timeout=PATIENCE_S
+    )
     measured = {r.name for r in read(out)}
     assert measured >= {"publish/held", "publish/locked", "publish/together", "publish/wall"}
 

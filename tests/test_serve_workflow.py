@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from tests.finetune.rehearsal import document
+from tests.patience import PATIENCE_S
 
 from hone import LocalBackend
 from hone.errors import ConfigError
@@ -78,7 +79,7 @@ def workflow(file: Path, *options: str) -> Iterator[str]:
             yield line.split()[-1]
         finally:
             process.send_signal(signal.SIGTERM)
-            status = process.wait(timeout=30)
+            status = process.wait(timeout=PATIENCE_S)
         assert status == 0, log.read_text()
 
 
@@ -119,7 +120,7 @@ def address(config: Path) -> Iterator[str]:
 
 
 def post(url: str, body: Any, **headers: str) -> httpx2.Response:
-    return httpx2.post(url, json=body, headers=headers, timeout=60)
+    return httpx2.post(url, json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_every_route_runs_the_workflow(address: str):

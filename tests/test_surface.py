@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.patience import PATIENCE_S
 
 import hone
 from hone import errors
@@ -86,10 +87,9 @@ def test_the_backends_load_no_tensors():
     assert not set(_python(code).split()) & (HEAVY - {"httpx2", "rich"})
 
 
-def test_import_hone_takes_no_time():
-    code = "import time; t = time.perf_counter(); import hone; print(time.perf_counter() - t)"
-    # The best of three: what else the machine does is not hone's. Measured: 0.015 s.
-    assert min(float(_python(code)) for _ in range(3)) < 0.3
+def test_import_hone_loads_no_other_module_of_hone():
+    loaded = _python("import sys, hone; print(*sys.modules)").split()
+    assert [name for name in loaded if name.split(".")[0] == "hone"] == ["hone"]
 
 
 def test_importing_the_sdk_patches_nothing():
@@ -111,7 +111,9 @@ def test_importing_the_sdk_patches_nothing():
 
 def _python(code: str) -> str:
     """What a process of its own prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -29,14 +29,12 @@ from typing import Any
 import httpx
 from tests.chat.conftest import build_tokenizer
 from tests.environments import ROOT, NotInstalled, environment
+from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 
 from hone.types import stored_name
 
 HERE = Path(__file__).parent
-CLIENT_S = 280.0
-"""A client's whole script."""
-START_S = 30.0
 NAT_PORT = 8000
 """NAT's adapter looks for the OpenAI API on this port and on no other."""
 
@@ -273,7 +271,7 @@ def run(
         env=env | variables,
         capture_output=True,
         text=True,
-        timeout=CLIENT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     if done.returncode != 0:
@@ -330,11 +328,13 @@ def server(root: Path, *, port: int = 0) -> Iterator[dict[str, Any]]:
         with os.fdopen(reading) as ready:
             line = ready.readline()  # ends when the server dies, too
         if not line:
-            raise NotShown(f"hone serve did not start: {process.communicate(timeout=START_S)[1]}")
+            raise NotShown(
+                f"hone serve did not start: {process.communicate(timeout=PATIENCE_S)[1]}"
+            )
         yield json.loads(line) | {"root": str(root)}
     finally:
         process.terminate()
-        process.communicate(timeout=START_S)
+        process.communicate(timeout=PATIENCE_S)
 
 
 if __name__ == "__main__":

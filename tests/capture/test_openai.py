@@ -9,6 +9,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ran
 
@@ -402,7 +403,7 @@ async def test_a_value_belongs_to_the_call_of_the_task_that_notes_it():
 
 async def test_a_value_noted_in_a_thread_belongs_to_the_call_of_that_thread():
     """All calls are answered before any value is noted."""
-    answered = threading.Barrier(4, timeout=30)
+    answered = threading.Barrier(4, timeout=PATIENCE_S)
     async with serving(Endpoint()) as url:
 
         def play(turn: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S
 
 import hone
 from hone.capture.base import current
@@ -42,11 +43,11 @@ def test_work_given_outside_a_scope_has_none_although_another_is_open():
     def play() -> None:
         with hone.rollout("elsewhere"):
             opened.set()
-            done.wait(10)
+            done.wait(PATIENCE_S)
 
     with ThreadPoolExecutor(2) as pool:
         playing = pool.submit(play)
-        assert opened.wait(10)
+        assert opened.wait(PATIENCE_S)
         assert pool.submit(here).result() is None
         done.set()
         playing.result()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from hone.config.build import build
 from hone.config.schema import read
@@ -121,7 +122,7 @@ def test_hone_finetune_runs_it(write: Callable[..., Path], parrot: int, plugin: 
         env={**os.environ, "PYTHONPATH": str(plugin)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     # The mean of 0.833 reaches stop_at, so the second epoch did not run.

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from hone.config import plugins, registry
 
@@ -22,7 +23,9 @@ def hone(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own, whose only plugins are those under `path`."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, "-m", "hone.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+    )
 
 
 @pytest.mark.usefixtures("plugin")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.patience import PATIENCE_S
 
 import hone
 from hone import TrainableModel, Trajectory, TrajectoryGroup
@@ -93,7 +94,7 @@ class BackendConformance:
     ):
         model = new_model(tmp_path / "nowhere")
         with pytest.raises(HoneError, match="nowhere"):
-            await asyncio.wait_for(model.register(backend), 30)
+            await asyncio.wait_for(model.register(backend), PATIENCE_S)
 
     async def test_every_form_of_a_trajectory_trains_the_next_step(
         self, backend: Backend, new_model: NewModel

@@ -27,6 +27,7 @@ from tests.conformance.scripts import answer, script_of
 from tests.conformance.witness import Exchange, Witness
 from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import EngineRequest, ScriptedEngine, logprob
+from tests.patience import PATIENCE_S
 from tests.server.conftest import Server
 from tests.server.small_server import LearnerHere
 from torch import Tensor
@@ -40,8 +41,6 @@ from hone.types import RecordedCall
 
 FRAMEWORKS = ROOT / "tests" / "frameworks"
 MODEL = "agent"
-CLIENT_S = 110.0
-"""A client's whole script."""
 ALL, REQUIRE = "HONE_ALL_FRAMEWORKS", "HONE_REQUIRE_FRAMEWORKS"
 """Set by `make test-frameworks`; set where a missing environment is a failure."""
 PLAIN = {
@@ -151,7 +150,6 @@ def interpreter(name: str, *, usual: bool = True) -> Path:
         pytest.skip(reason)
 
 
-@pytest.mark.timeout(600)  # the first test makes the environment
 class CaptureConformance:
     """One framework, in every way it can be called."""
 
@@ -294,7 +292,7 @@ class CaptureConformance:
         both = [saw[way] for way in self.trained]  # the second is rewarded
         group = [{"rollout": one.calls[0].rollout, "reward": i} for i, one in enumerate(both)]
         expected = expected_gradient(served, [one.calls for one in both])
-        with httpx.Client(base_url=served.server.control_url, timeout=60) as http:
+        with httpx.Client(base_url=served.server.control_url, timeout=PATIENCE_S) as http:
             done = train(
                 http, {"model": MODEL, "groups": [{"trajectories": group}], "config": PLAIN}
             )
@@ -365,7 +363,7 @@ def run_client(served: Served, client: str, environment: str, python: Path) -> d
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=CLIENT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, f"client_{client}.py ended with {done.returncode}\n{done.stderr}"

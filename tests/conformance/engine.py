@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from tests.patience import PATIENCE_S
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -499,7 +500,7 @@ class EngineConformance:
         await asyncio.sleep(0.05)
         assert not waiting.done()
         await served.engine.wake()
-        (done,) = await asyncio.wait_for(waiting, 30)
+        (done,) = await asyncio.wait_for(waiting, PATIENCE_S)
         assert len(done.ids) == 3
 
     async def test_closing_ends_what_runs_with_an_error(self, served):

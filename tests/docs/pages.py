@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from tests.patience import PATIENCE_S
 
 from hone.config.schema import read
 
 ROOT = Path(__file__).parents[2]
-COMMAND_S = 280
 DEMO_MODEL = "smollm2-135m-instruct"
 PORTS = ("7623", "8000")
 _FENCE = re.compile(
@@ -119,7 +119,7 @@ class Stage:
         for server in self._servers:
             server.terminate()
         for server in self._servers:
-            server.wait(60)
+            server.wait(PATIENCE_S)
 
     def _write(self, block: Block, name: str) -> None:
         path = self.directory / name
@@ -145,7 +145,7 @@ class Stage:
             env=self._env,
             capture_output=True,
             text=True,
-            timeout=COMMAND_S,
+            timeout=PATIENCE_S,
             stdin=subprocess.DEVNULL,
         )
         output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -33,7 +33,7 @@ def _runs(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language in RUN or "file" in block.marks]
 
 
-@pytest.mark.timeout(900 if ALL else 120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_its_code_runs(page: Path, stage: Stage):
     for block in _runs(page):

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
 from tests.plugin.installed import install
 from tests.server.conftest import write_model
 
@@ -30,7 +31,7 @@ class Server:
     log: Path
 
     def get(self, path: str) -> Any:
-        answer = httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=20)
+        answer = httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S)
         answer.raise_for_status()
         return answer.json()
 
@@ -65,7 +66,7 @@ def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
         yield Server(where["port"], where["inference_port"], root, Path(where["log"]))
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_S)
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Finetune:
             text=True,
         )
 
-    def finish(self, process: subprocess.Popen[str], within_s: float = 100) -> int:
+    def finish(self, process: subprocess.Popen[str], within_s: float = PATIENCE_S) -> int:
         """Its exit status."""
         try:
             _, output = process.communicate(timeout=within_s)

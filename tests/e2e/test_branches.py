@@ -11,7 +11,7 @@ from tests.e2e.conftest import QWEN, Finetune, Server
 
 from hone.metric_names import JOB_METRICS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NAME, ROLLOUTS = "branches", 2
 

@@ -10,7 +10,7 @@ import torch
 from tests.e2e.conftest import COMMIT, QWEN, Finetune, Server
 from tests.e2e.test_branches import CONFIG
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 AGENT = """
 import itertools

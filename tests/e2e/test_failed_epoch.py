@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 llms: {{model: {{_type: trainable, temperature: 1.0, max_tokens: 4}}}}

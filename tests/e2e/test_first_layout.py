@@ -20,7 +20,7 @@ ARGUMENTS = ["--config_file=train.yml", "--validation_dataset=val.json", "--vali
 ARGUMENTS += ["-o", "finetuning.num_epochs", "3"]
 EPOCHS, EXAMPLES, GENERATIONS = 3, 3, 3
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def trained(finetune: Finetune) -> list[tuple[int, str, int, str]]:

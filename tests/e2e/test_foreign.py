@@ -13,7 +13,7 @@ import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.e2e.conftest import QWEN, Finetune, Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 Tokens = Callable[[str], list[str]]
 """How the endpoint's model cuts its text."""

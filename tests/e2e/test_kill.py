@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
+from tests.patience import PATIENCE_S
 
 EPOCHS, EXAMPLES, GENERATIONS, HELD_OUT = 8, 4, 3, 2
 KILLS = 10
 NOISE = {"Traceback", "Task", "asyncio", "Exception", "KeyboardInterrupt", "CancelledError"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 AGENT = """
 async def run(input, llm):
@@ -225,7 +226,7 @@ def test_a_dry_run_contacts_nobody(environment: dict[str, str], tmp_path: Path):
     nobody = Server(port=9, inference_port=9, root=tmp_path, log=tmp_path / "log")
     finetune = prepared(tmp_path, nobody, environment, "dry")
     process = finetune.start("--dry-run")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     # 4 examples x 3 generations x 8 epochs, and 2 held-out examples before, at 4 and at 8.
     assert "8 epochs of 1 round: 96 rollouts of at least one model call, 8 jobs" in output

@@ -16,7 +16,6 @@ from tests.server.small_server import digest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif("HONE_CHAOS" not in os.environ, reason="slow; `make chaos` runs it"),
 ]
 

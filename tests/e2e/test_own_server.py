@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
 from tests.e2e.test_kill import prepared
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

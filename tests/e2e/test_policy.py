@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
 from tests.e2e.test_foreign import ANSWERS, endpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NAME, SENT = "frozen", "e2e/frozen"
 

@@ -8,7 +8,7 @@ from tests.e2e.conftest import QWEN, Finetune, Server
 
 BASIC = Path(__file__).parents[1] / "data" / "seed" / "basic.yml"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_the_seeds_configuration_trains_and_reports(

@@ -18,6 +18,7 @@ import pytest_asyncio
 import torch
 from peft import PeftModel
 from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 from transformers import AutoModelForCausalLM
 
@@ -78,7 +79,7 @@ async def ask(backend: LocalBackend, rollout: str, **request: Any) -> dict[str, 
         "logprobs": True,
         **request,
     }
-    async with httpx.AsyncClient(timeout=300) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         url = f"{backend.base_url}/v1/chat/completions"
         answer = await client.post(url, json=body, headers={"X-Hone-Rollout": rollout})
     assert answer.status_code == 200, answer.text
@@ -113,7 +114,7 @@ async def train(backend: LocalBackend, agent: TrainableModel[Any], rollout: str)
 
 
 async def events(backend: LocalBackend, job: JobInfo) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         answer = await client.get(f"{backend.base_url}/v1/training/jobs/{job.id}/events")
     blocks = [
         dict(line.split(": ", 1) for line in b.split("\n")) for b in answer.text.split("\n\n") if b
@@ -188,7 +189,7 @@ def _whole(answer: dict[str, Any]) -> list[str]:
 async def test_the_context_is_that_of_init_args(
     backend: LocalBackend, agent: TrainableModel[Any]
 ) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         body = {"model": "agent", "prompt": [5] * 300, "max_tokens": 4}
         answer = await client.post(f"{backend.base_url}/v1/completions", json=body)
     assert answer.status_code == 400 and "256" in answer.text, answer.text
@@ -196,7 +197,7 @@ async def test_the_context_is_that_of_init_args(
 
 async def test_a_streamed_answer(backend: LocalBackend, agent: TrainableModel[Any]) -> None:
     body = {"model": "agent", "prompt": [5, 6, 7], "max_tokens": 6, "stream": True, "seed": 1}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         answer = await client.post(f"{backend.base_url}/v1/completions", json=body)
     assert answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
     assert answer.text.count("data: ") > 4
@@ -224,7 +225,7 @@ async def test_a_crashed_engine_is_replaced_and_serves_the_newest_step(
 ) -> None:
     before = vllm_server(backend)
     before.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             answer = await ask(backend, "after-crash", seed=1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import yaml
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.config.build import build
@@ -320,7 +321,7 @@ async def test_an_evaluation_that_was_stopped_goes_on(
         [sys.executable, "-c", code, str(bench.file)], env=env, stderr=subprocess.PIPE, text=True
     )
     finished = bench.out / "finished.jsonl"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         # Requests arrive at once; the first two items are recorded a little later.
         while not finished.exists() or finished.read_bytes().count(b"\n") < 2:
             await asyncio.sleep(0.02)
@@ -346,7 +347,7 @@ async def test_a_second_evaluation_in_the_same_directory_is_refused(
     served = says(endpoint, "a0", "a1")
     served.replies.append(Reply("a2", gate=gate))
     first = asyncio.create_task(bench.evaluate())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while len(served.requests) < 3:
             await asyncio.sleep(0.02)
     for options in ({}, {"skip_completed_entries": True}, {"skip_workflow": True}):

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 from tests.evaluation.made import call, item
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.evaluation.base import Score, score
@@ -171,7 +172,7 @@ async def test_no_more_at_a_time_than_max_concurrency(endpoint: Endpoint, llm: L
     endpoint.replies = [Reply('{"score": 1}', gate=gate) for _ in range(6)]
     one = judge(llm)
     tasks = [asyncio.create_task(score(one, item(str(n)))) for n in range(6)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while len(endpoint.requests) < 4:
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from tests.evaluation.made import item
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
@@ -115,7 +116,7 @@ async def test_scoring_holds_no_slot():
         return input
 
     run = over(note, items(*"abc"), max_concurrency=1, evaluators={"slow": Slow()})
-    ended = await asyncio.wait_for(run.run(), 20)
+    ended = await asyncio.wait_for(run.run(), PATIENCE_S)
     assert [r.scores["slow"].value for r in ended.results] == [1.0] * 3
 
 
@@ -263,7 +264,7 @@ async def test_a_callback_that_raises_ends_the_others():
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        await asyncio.wait_for(over(slow, items("a", "b")).run(on_result=refuse), 20)
+        await asyncio.wait_for(over(slow, items("a", "b")).run(on_result=refuse), PATIENCE_S)
     assert started == ["a", "b"]
     assert len(asyncio.all_tasks()) == 1
 

@@ -15,6 +15,7 @@ import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.conformance.capture import interpreter
 from tests.examples.conftest import EXAMPLES
+from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 
 from hone import LocalBackend
@@ -25,8 +26,6 @@ FOLDERS = ("04_langgraph", "05_adk", "06_llama_index", "07_node_agent")
 TASK = EXAMPLES / "04_langgraph"
 # hone's own dependencies come from the environment of the tests, after the framework's.
 RUN_HONE = "import site, sys; site.addsitedir({!r}); from hone.cli import main; main()"
-
-pytestmark = pytest.mark.timeout(600)  # the first test may make the frameworks' environment
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def train(python: Path | str, folder: str, server: LocalBackend, model: Path, pl
         env=env | {"PYTHONPATH": str(EXAMPLES.parent / "src")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

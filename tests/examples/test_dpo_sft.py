@@ -13,7 +13,6 @@ from hone import LocalBackend
 from hone.config.schema import read
 from hone.finetune.run import FinetuneOptions, finetune
 
-pytestmark = pytest.mark.timeout(300)
 HELD_OUT = EXAMPLES / "02_tool_calls" / "data" / "heldout.jsonl"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.worlds import Length, metadata, world
+from tests.patience import PATIENCE_S
 
 from hone import LocalBackend
 from hone.errors import ConfigError, PolicyFailure, Unavailable
@@ -108,7 +109,7 @@ async def test_a_cancelled_collection_leaves_nothing_running(
         w.bind(agent, ["one", "two"])
         await w.builder.start_run(w.run_id)
         waiting = asyncio.create_task(w.builder.finalize(w.run_id))
-        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -10,6 +10,7 @@ from typing import Any
 import pytest_asyncio
 from tests.evaluation.made import item
 from tests.finetune.worlds import World, metadata, world
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone import LocalBackend
@@ -115,7 +116,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
             meta = {"journal": journal, "epoch": 2}
             await w.builder.start_run(w.run_id, meta)
             waiting = journal.unscored("train", 2)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while not waiting.exists() or waiting.read_bytes().count(b"\n") < 2:
                     await asyncio.sleep(0.01)
             await w.builder.cancel()

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from filelock import FileLock
 from tests.finetune.command import DOCUMENT, Command
+from tests.patience import PATIENCE_S
 
 from hone.finetune import interrupt
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
@@ -133,7 +134,7 @@ def test_the_second_leaves_at_once_whatever_hangs():
     time.sleep(interrupt.SAME_S * 1.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in stderr and "asyncio" not in stderr
 
@@ -174,7 +175,7 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
         while process.poll() is None and not output.exists():
             time.sleep(0.01)
         os.kill(pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=100)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     *_, last = stderr.splitlines()
     assert last.endswith(f"Interrupted. The same command resumes run {command.run_id}.")

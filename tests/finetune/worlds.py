@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 from fastapi import Request, Response
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint
 
 import hone
@@ -109,7 +110,7 @@ class LossyProxy(Endpoint):
     async def _hand_on(self, request: Request, path: str) -> Response:
         lost = {"host", "content-length", *self._headers}
         headers = {name: value for name, value in request.headers.items() if name not in lost}
-        async with httpx2.AsyncClient(timeout=60) as client:
+        async with httpx2.AsyncClient(timeout=PATIENCE_S) as client:
             answer = await client.request(
                 request.method,
                 f"{self._target}/{path}",

@@ -10,6 +10,7 @@ from tests.chat.conftest import build_tokenizer
 from tests.conformance.capture import MODEL, Served, Talk, ask, train
 from tests.conformance.witness import Witness
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.api import job
 from tests.server.conftest import Server, write_model
 from tests.server.small_server import LearnerHere
@@ -43,7 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         typed, typed_witness = stack.enter_context(
             _witnessed(Settings(root=place / "typed", **settings), real)
         )
-        with httpx.Client(base_url=server.control_url, timeout=60) as http:
+        with httpx.Client(base_url=server.control_url, timeout=PATIENCE_S) as http:
             spec = {"name": MODEL, "base_model": str(base_model), "rank": 4}
             ask(http, "POST", "/v1/training/models", spec)
             train(http, job(model=MODEL))

@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from hone.inference.background import LOWEST_PRIORITY, run_in_background
 
@@ -31,4 +32,4 @@ def test_where_niceness_is_forbidden_the_work_is_done(monkeypatch: pytest.Monkey
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", forbidden)
-    assert run_in_background(lambda: 7, low_priority=True).result(5) == 7
+    assert run_in_background(lambda: 7, low_priority=True).result(PATIENCE_S) == 7

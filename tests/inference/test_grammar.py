@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
 
 from hone.errors import EngineError, GrammarError
 from hone.inference import grammar
@@ -178,7 +179,7 @@ def test_a_slow_check_does_not_hold_up_what_is_compiled(
     monkeypatch.setattr(grammar._Checker, "check", tell)
     thread = threading.Thread(target=compile_slow)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(PATIENCE_S)
     grammars.matchers(known, 1)
     assert thread.is_alive(), "the slow one had ended already: nothing was shown"
     thread.join()
@@ -200,7 +201,7 @@ async def test_constraints_of_clients_that_left_are_not_checked(
     def check(self: Any, spec: Any, source: str) -> str:
         checked.append(source)
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         return ""
 
     def ask(regex: str) -> "asyncio.Task[Any]":
@@ -209,7 +210,7 @@ async def test_constraints_of_clients_that_left_are_not_checked(
 
     monkeypatch.setattr(grammar._Checker, "check", check)
     left = [ask("first"), *(ask(f"a{i}") for i in range(6))]
-    assert await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)

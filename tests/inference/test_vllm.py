@@ -29,6 +29,7 @@ from tests.conformance.engine import (
     spelling_tokenizer,
 )
 from tests.inference.test_embedded import write_adapter
+from tests.patience import PATIENCE_S
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hone.errors import EngineError, EngineFailed
@@ -497,7 +498,7 @@ async def test_workers_die_with_their_server(model: Path, tmp_path: Path, logs: 
     assert pid is not None and process.failure is None
     try:
         os.kill(pid, signal.SIGKILL)
-        assert process.wait(30)
+        assert process.wait(PATIENCE_S)
         assert wait_until(lambda: not group(pid), 10), group(pid)
         failure = process.failure
         assert isinstance(failure, EngineFailed)

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from tests.conformance.engine import spelled, spelling_tokenizer
 from tests.inference.test_embedded import write_adapter
+from tests.patience import PATIENCE_S
 
 from hone.errors import ConfigError, EngineError, EngineFailed, GrammarError
 from hone.inference.base import AdapterRef, Constraint, Sampling, complete
@@ -216,7 +217,7 @@ async def test_an_engine_that_does_not_wake_has_failed_and_holds_no_request(
     waiting = asyncio.create_task(complete(engine, [1, 2, 3], Sampling(max_tokens=1)))
     await engine.wake()
     with pytest.raises(EngineFailed, match=r"(?s)vLLM did not wake: .*CUDA out of memory"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await waiting
     await engine.close()
 
@@ -357,7 +358,7 @@ async def test_closing_ends_requests_under_way(
         await asyncio.sleep(0.01)
     await engine.close()
     with pytest.raises(EngineError, match="the engine was closed"):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def test_every_sampling_parameter_is_sent(

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.inference.conftest import write_vllm
+from tests.patience import PATIENCE_S
 
 from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.vllm_process import VllmProcess, require_vllm
@@ -100,7 +101,7 @@ def members(pid: int) -> list[psutil.Process]:
 
 
 def all_end(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=30)[1]
+    return not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
 
 
 def server_of(model: Path, python: str, directory: Path, **args: Any) -> VllmServer:
@@ -216,7 +217,7 @@ def test_workers_die_with_their_server(python: str, tmp_path: Path) -> None:
         assert process.pid is not None
         group = members(process.pid)
         os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(30) and all_end(group) and len(group) == 2
+        assert process.wait(PATIENCE_S) and all_end(group) and len(group) == 2
         assert "exit status -9" in str(process.failure) and READY in str(process.failure)
 
 

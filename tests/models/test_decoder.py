@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
+from tests.patience import PATIENCE_S
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -497,7 +498,7 @@ def test_processes_that_load_at_once_lay_out_once(tmp_path: Path):
     processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(3)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    wrote = [process.communicate("go\n", timeout=120)[0] for process in processes]
+    wrote = [process.communicate("go\n", timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert sorted(wrote) == ["", "", "wrote\n"]
 

@@ -17,6 +17,7 @@ from typing import Any
 from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import register_function
 from nat.data_models.function import FunctionBaseConfig
+from tests.patience import PATIENCE_S
 
 from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
@@ -70,7 +71,7 @@ async def llm(builder: Builder) -> list[Any]:
 
 async def build_failure(builder: Builder) -> str:
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await builder.get_workflow()
     except ConfigError as error:
         return str(error)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 PACKAGE = Path(__file__).parent
 
 
@@ -15,5 +17,5 @@ def install(directory: Path, package: Path = PACKAGE) -> Path:
     """pip, into a directory of its own: this environment stays as it is."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(directory)]
-    subprocess.run([*command, str(package)], check=True, timeout=100, capture_output=True)
+    subprocess.run([*command, str(package)], check=True, timeout=PATIENCE_S, capture_output=True)
     return directory

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.finetune.runs import Story, lines
 from tests.finetune.trainers import Bench
+from tests.patience import PATIENCE_S
 
 from hone.event_log import FILE, EventLog, EventReader
 from hone.events import Event
@@ -31,13 +32,13 @@ async def test_asked_often_they_are_written_once_more(
     def write(history: History, output_dir: Path, *, picture: bool) -> None:
         calls.append(threading.current_thread())
         begun.set()
-        assert go.wait(10)
+        assert go.wait(PATIENCE_S)
 
     monkeypatch.setattr("hone.report.writer.write", write)
     files = Files(events, tmp_path)
     await files.settle()
     files.refresh()
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, PATIENCE_S)
     for _ in range(5):
         files.refresh()
     go.set()

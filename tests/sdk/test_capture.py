@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 from fastapi import FastAPI, Request
+from tests.patience import PATIENCE_S
 from tests.sdk.conftest import Serve
 
 import hone
@@ -284,7 +285,7 @@ def test_httpx2_in_httpx_s_place_is_patched_once():
         "with hone.rollout('r'): assert httpx.Client.send is not before\n"
         "assert httpx.Client.send is before\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_a_library_that_is_not_installed_is_not_needed():
@@ -293,4 +294,4 @@ def test_a_library_that_is_not_installed_is_not_needed():
         "import hone, httpx2\n"
         "with hone.rollout('r'): assert httpx2.Client.send.__wrapped__\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

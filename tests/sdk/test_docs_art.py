@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.sdk import art_table
 
 PAGE = Path(__file__).parents[2] / "docs/art.md"
@@ -54,11 +55,13 @@ def test_it_runs_and_the_step_rises(tmp_path: Path, tiny_model: Path):
     assert code.count(str(tiny_model)) == 1 and "/ 10" in code and ", 2)" in code
     (tmp_path / "loop.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "loop.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["1", "2"]
     assert done.stderr.count("gather: 32/32") == 2
     checkpoints = tmp_path / ".hone/one-word/models/agent-001/checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001", "0002"]
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    again = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (again.returncode, again.stdout) == (0, ""), "started again, it has nothing left to do"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.patience import PATIENCE_S
 
 from hone import LocalBackend, TrainableModel
 from hone.backends import local as module
@@ -25,7 +26,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int, within_s: float = 30.0) -> bool:
+def gone(pid: int, within_s: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -74,7 +75,7 @@ def test_its_output_is_rotated_and_its_last_words_are_shown(tmp_path: Path):
             file.write("the last line\n")
         assert backend._server is not None
         backend._server.kill()
-        backend._server.wait(30)
+        backend._server.wait(PATIENCE_S)
         shown = str(backend.lost())
     assert "exit status -9" in shown and shown.endswith("\nthe last line")
     assert "x" * 10 not in shown
@@ -175,12 +176,11 @@ async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
         await backend.step(model)
         assert not ended.done()
         os.kill(server_pid(backend), signal.SIGKILL)
-        assert "ended with exit status -9" in str(await asyncio.wait_for(ended, 60))
-        started = time.monotonic()
+        assert "ended with exit status -9" in str(await asyncio.wait_for(ended, PATIENCE_S))
+        backend.patience_s = 3600  # for servers that may come back
         with pytest.raises(ServerError, match="ended with exit status -9") as caught:
             await backend.step(model)
         assert str(tmp_path / "logs" / "server.log") in str(caught.value)
-        assert time.monotonic() - started < 5, "patience is for servers that may come back"
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"])
@@ -192,6 +192,8 @@ def test_the_server_ends_with_its_process_however_that_ends(tmp_path: Path, end:
         "print(backend._server.pid, flush=True)\n"
         f"{end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert gone(int(done.stdout)), done.stderr
     assert "server stopping" in (tmp_path / "logs/server.log").read_text()

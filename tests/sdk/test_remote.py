@@ -11,6 +11,7 @@ import pytest_asyncio
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from openai.types.chat import ChatCompletion
+from tests.patience import PATIENCE_S
 from tests.sdk.conftest import serving
 from tests.sdk.standin import Link, StandIn, refusal
 
@@ -47,7 +48,7 @@ def backend(link: Link) -> RemoteBackend:
 async def start(backend: RemoteBackend, standin: StandIn, **options: Any) -> "asyncio.Task[Any]":
     """A `train` whose job the server has."""
     task = asyncio.create_task(backend.train(MODEL, groups(), **options))
-    await asyncio.wait_for(standin.submitted.wait(), 10)
+    await asyncio.wait_for(standin.submitted.wait(), PATIENCE_S)
     return task
 
 
@@ -172,7 +173,7 @@ async def test_a_lost_answer_makes_no_second_job(
     link.lose_answers = 2
     task = await start(backend, standin)
     standin.emit("done", step=1)
-    assert (await asyncio.wait_for(task, 10)).step == 1
+    assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
     posts = [path for method, path, _ in standin.requests if method == "POST"]
     assert posts == ["/v1/training/jobs"] * 3
     assert len(standin.jobs) == 1
@@ -189,7 +190,7 @@ async def test_a_broken_stream_goes_on_after_the_last_event(
     lines: list[str] = []
 
     async def shown(count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(lines) < count:
                 await asyncio.sleep(0.005)
                 lines.extend(capsys.readouterr().err.splitlines())
@@ -202,7 +203,7 @@ async def test_a_broken_stream_goes_on_after_the_last_event(
     standin.emit("progress", phase="train", step=0, steps=1, row=1, rows=4)
     await shown(3)
     standin.emit("done", step=1)
-    assert (await asyncio.wait_for(task, 10)).step == 1
+    assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
     await shown(5)
     assert lines == [
         "train p/agent: 0/0 queued",
@@ -226,7 +227,7 @@ async def test_a_stream_that_ends_early_is_opened_again(
     standin.refuse = refuse
     task = await start(backend, standin)
     standin.emit("done", step=1)
-    assert (await asyncio.wait_for(task, 10)).step == 1
+    assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
 
 
 async def test_silence_is_not_waited_out(
@@ -234,11 +235,11 @@ async def test_silence_is_not_waited_out(
 ):
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     task = await start(backend, standin)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while sum(path.endswith("/events") for _, path, _ in standin.requests) < 2:
             await asyncio.sleep(0.01)
     standin.emit("done", step=1)
-    assert (await asyncio.wait_for(task, 10)).step == 1
+    assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
 
 
 async def test_patience_ends_and_the_job_is_named(
@@ -246,13 +247,13 @@ async def test_patience_ends_and_the_job_is_named(
 ):
     backend.patience_s = 0.3
     task = await start(backend, standin)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not any(path.endswith("/events") for _, path, _ in standin.requests):
             await asyncio.sleep(0.01)
     link.down = True
     link.cut()
     with pytest.raises(errors.Unavailable, match="no hone server answers there") as caught:
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, PATIENCE_S)
     assert caught.value.__notes__ == [
         "Job job-0 was accepted and continues when its server is back."
     ]
@@ -264,7 +265,7 @@ async def test_a_wrong_address_fails_soon_and_says_what_to_do(monkeypatch: pytes
     monkeypatch.setattr(http, "FIRST_S", 0.3)
     backend = RemoteBackend("http://127.0.0.1:1")  # patience is for servers that answered once
     with pytest.raises(errors.Unavailable, match=r"Start one with `hone serve`"):
-        await asyncio.wait_for(backend.step(MODEL), 10)
+        await asyncio.wait_for(backend.step(MODEL), PATIENCE_S)
 
 
 async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
@@ -281,7 +282,7 @@ async def test_an_engine_that_cannot_start_is_started_once(
     """Another start takes minutes and ends in the same way; a request to an engine is retried."""
     standin.refuse = lambda _: refusal(503, "out of memory", "EngineFailed", **{"Retry-After": "1"})
     with pytest.raises(errors.EngineFailed, match="out of memory"):
-        await asyncio.wait_for(backend.prepare(MODEL), 10)
+        await asyncio.wait_for(backend.prepare(MODEL), PATIENCE_S)
     assert len(standin.requests) == 1
     answers = iter([refusal(503, "crashed", "EngineFailed", **{"Retry-After": "1"})])
     standin.refuse = lambda _: next(answers, None)
@@ -409,13 +410,13 @@ async def test_cancelling_does_not_hang_on_a_server_that_is_gone(
     link.cut()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, PATIENCE_S)
 
 
 async def test_a_job_that_takes_too_long_is_cancelled(backend: RemoteBackend, standin: StandIn):
     task = await start(backend, standin, timeout_s=0.5)
     with pytest.raises(errors.TrainingFailed, match="did not end within timeout_s"):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, PATIENCE_S)
     assert standin.job.info.state == "cancelled"
 
 
@@ -442,7 +443,7 @@ async def test_a_job_is_submitted_waited_for_and_asked_about(
     )
     standin.emit("queued")
     standin.emit("done", step=3)
-    done = await asyncio.wait_for(waiting, 10)
+    done = await asyncio.wait_for(waiting, PATIENCE_S)
     assert (done.state, done.step, heard) == ("done", 3, ["queued", "done"])
     assert await backend.job(job.id) == done
     polled = [path for method, path, _ in standin.requests if method == "GET"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import by_tokens
 
@@ -53,9 +54,9 @@ class Api:
 
     async def ended(self, job: JobInfo, *, state: str = "done") -> JobInfo:
         seen = 0
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while (now := self.state.jobs.get(job.id)).ended_at is None:
-                await self.state.jobs.wait_event(job.id, seen, 60)
+                await self.state.jobs.wait_event(job.id, seen, PATIENCE_S)
                 seen = self.state.jobs.events(job.id, limit=-1)[-1].id
         assert now.state == state, now
         return now
@@ -93,7 +94,7 @@ async def opening(root: Path, tokenizer: Any, base_model: Path) -> AsyncIterator
 
         async def make(*, held: bool = False, **settings: Any) -> Api:
             def start(*spec: Any, **more: Any) -> LearnerHere:
-                assert not held or go_on.wait(60)
+                assert not held or go_on.wait(PATIENCE_S)
                 return LearnerHere(*spec, **more)
 
             engine = ScriptedEngine(tokenizer=tokenizer)

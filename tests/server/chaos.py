@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 from bench.report import record, result
+from tests.patience import PATIENCE_S
 from tests.server import small_server
 
 from hone.server import service
@@ -83,7 +84,7 @@ class Servers:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
         self._process.stdout.close()
 
 
@@ -158,7 +159,7 @@ def whole_process(root: Path, model: Path, failpoint: str = "", after_s: float =
     env = {**os.environ, **ONE_THREAD, "HONE_FAILPOINT": failpoint}
     child = subprocess.Popen(command, env=env)
     try:
-        return child.wait(after_s or 120)
+        return child.wait(after_s or PATIENCE_S)
     except subprocess.TimeoutExpired:
         child.kill()
         return child.wait()
@@ -174,7 +175,7 @@ def killed_learner(root: Path, model: Path, draw: random.Random) -> tuple[str, E
         time.sleep(after_s)
         with suppress(psutil.NoSuchProcess):
             learner.kill()
-        status = server.wait(240)
+        status = server.wait(PATIENCE_S)
     finally:
         server.kill()
         server.wait()
@@ -223,7 +224,7 @@ def filled_disk(disk: Path, model: Path) -> Ended:
         time.sleep(20)  # long enough for it to learn, and to find no room
         assert server.poll() is None, "it ended on a full disk"
         ballast.unlink()
-        status = server.wait(240)
+        status = server.wait(PATIENCE_S)
     finally:
         server.kill()
         server.wait()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.api import Api, Open, opening
 from tests.server.worlds import World
 
@@ -148,13 +149,13 @@ class Server:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run something in the server's event loop, from the test's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     def start(self) -> "Server":
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="server")
         self._thread.start()
-        assert ready.wait(60), "the server did not start"
+        assert ready.wait(PATIENCE_S), "the server did not start"
         return self
 
     def stop(self) -> None:
@@ -162,7 +163,7 @@ class Server:
         for server in self._servers:
             server.should_exit = True
         assert self._thread is not None
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server did not stop"
         self._loop.close()
 

@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from tests.patience import PATIENCE_S
+
 from hone.inference.base import Engine
 from hone.learner.packed import pack_groups, unpack_groups
 from hone.learner.staleness import check_fresh
@@ -132,12 +134,12 @@ class SmallServer(State):
         given = {"config": CONFIG, "counts": {}, "request_sha256": "0" * 64, **changes}
         return self.jobs.add(model=record, groups=pack_groups(groups), **given)
 
-    async def ended(self, job_id: str, *, deadline_s: float = 60.0) -> JobInfo:
+    async def ended(self, job_id: str, *, deadline_s: float = PATIENCE_S) -> JobInfo:
         """The job once it has ended; sees to it that somebody works on it."""
         self.service.wake()
         return await self.reached(job_id, *FINAL, deadline_s=deadline_s)
 
-    async def reached(self, job_id: str, *events: str, deadline_s: float = 60.0) -> JobInfo:
+    async def reached(self, job_id: str, *events: str, deadline_s: float = PATIENCE_S) -> JobInfo:
         """The job once it has had one of these events."""
         seen = 0
         async with asyncio.timeout(deadline_s):
@@ -211,7 +213,7 @@ async def one_job(
     config = TrainConfig(**{**CONFIG.model_dump(), "loss": loss})
     job = server.submit(record, token_groups(6), config=config, idempotency_key="the job")
     await server.service.start()
-    job = await server.ended(job.id, deadline_s=240)
+    job = await server.ended(job.id)
     newest = server.checkpoints.newest(record.key)
     written = server.checkpoints.list(record.key)
     policy = await server.serving.resolve("agent")

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 import httpx
 from hypothesis import strategies as st
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 
 from hone.learner.packed import unpack_groups
 from hone.learner.samples import make_samples
@@ -34,8 +35,6 @@ from hone.types import JobInfo, ModelSpec
 T = TypeVar("T")
 
 CASES = int(os.environ.get("HONE_FUZZ_CASES", "1000"))
-DEADLINE_S = 30.0
-"""A request that takes longer hangs."""
 ROLLOUTS = [f"r{i}" for i in range(6)]
 USER = {"role": "user", "content": "the weather"}
 
@@ -118,7 +117,7 @@ class Target:
         try:
             answer = self._run(self._request(method, path, body, sent_headers))
         except TimeoutError:
-            raise AssertionError(f"no answer in {DEADLINE_S:g} s: {method} {path}") from None
+            raise AssertionError(f"no answer in {PATIENCE_S:g} s: {method} {path}") from None
         self.statuses[answer.status_code] += 1
         assert answer.status_code < 500 or answer.status_code == 501, answer.text
         if answer.status_code >= 400:
@@ -178,7 +177,7 @@ class Target:
 
     def ended(self) -> dict[str, JobInfo]:
         """Every job once it has ended; those that were accepted must be among them."""
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + PATIENCE_S
         while True:
             jobs = {job.id: job for job in self.state.jobs.list(limit=-1)}
             open_jobs = [job for job in jobs.values() if job.state not in FINAL]
@@ -193,11 +192,11 @@ class Target:
     def stop(self) -> None:
         self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     async def _open(self) -> None:
         settings = Settings(root=self.root, device="cpu", max_queued_jobs=10**6)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import art_model
@@ -47,7 +48,7 @@ class Learner(LearnerHere):
             time.sleep(0.15)  # what comes sooner after the last progress is held back
             on_progress(at)
             self.reached.set()
-            assert self.go_on.wait(30), "the test let the learner wait"
+            assert self.go_on.wait(PATIENCE_S), "the test let the learner wait"
             if self.failing:
                 raise TrainingError("it was told to fail")
 
@@ -60,7 +61,7 @@ class ArtServer:
     def __init__(self, server: Server, base: Path) -> None:
         self.state = server.state
         self.base = base
-        self.http = httpx.Client(base_url=server.control_url, timeout=60)
+        self.http = httpx.Client(base_url=server.control_url, timeout=PATIENCE_S)
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.http.post(path, json=body, **more)
@@ -306,7 +307,7 @@ def test_a_client_that_leaves_does_not_take_its_job_with_it(art: ArtServer) -> N
     with art.http.stream("POST", "/_train_model", json=call) as reply:
         next(reply.iter_lines())
     Learner.go_on.set()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while art.state.jobs.list()[0].state == "running" and time.monotonic() < deadline:
         time.sleep(0.02)
     assert art.state.jobs.list()[0].state == "done"
@@ -337,9 +338,9 @@ def test_a_server_that_stops_breaks_the_body_and_keeps_the_job(
         stopping.start()
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
-        second.join(60)
+        second.join(PATIENCE_S)
     Learner.go_on.set()
-    stopping.join(60)
+    stopping.join(PATIENCE_S)
     (answer,) = got
     assert answer.status_code == 503
     assert "this server stops. The job goes back to the queue" in answer.json()["detail"]
@@ -359,15 +360,15 @@ def test_a_cancelled_job_is_a_conflict(art: ArtServer) -> None:
     first = threading.Thread(target=lambda: art.post("/_train_model", call))
     second = threading.Thread(target=lambda: got.append(art.post("/_train_model", call)))
     first.start()
-    assert Learner.reached.wait(30)
+    assert Learner.reached.wait(PATIENCE_S)
     second.start()
     while len(art.state.jobs.list()) < 2:
         time.sleep(0.02)
     waiting = art.state.jobs.list()[0]
     assert art.post(f"/v1/training/jobs/{waiting.id}/cancel").json()["state"] == "cancelled"
-    second.join(30)
+    second.join(PATIENCE_S)
     Learner.go_on.set()
-    first.join(30)
+    first.join(PATIENCE_S)
     assert got[0].status_code == 409
     assert "was cancelled" in got[0].json()["detail"]
     assert art.step() == 1
@@ -551,7 +552,7 @@ def test_the_address_is_the_one_the_client_used(make_server: MakeServer, tiny_mo
         f"{server.control_url}/_prepare_backend_for_training",
         json=body,
         headers=headers,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     key = inference_key(server.state.settings)
     assert got.json() == ["http://gpu.example:8123/project/proof/v1", key] and key != "k1"
@@ -563,5 +564,5 @@ def test_without_a_key_the_clients_own_is_given_back(
     server = make_server()
     body = {"model": model(tiny_model), "config": {"server_args": {"api_key": "mine", "port": 1}}}
     url = f"{server.control_url}/_prepare_backend_for_training"
-    got = httpx.post(url, json=body, timeout=60)
+    got = httpx.post(url, json=body, timeout=PATIENCE_S)
     assert got.json() == ["http://127.0.0.1:8000/project/proof/v1", "mine"]

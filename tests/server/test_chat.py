@@ -11,6 +11,7 @@ import openai
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine, logprob
+from tests.patience import PATIENCE_S
 from tests.server.conftest import CLIENTS, MakeServer, Server, write_model
 
 from hone.inference.base import Sampling
@@ -74,7 +75,7 @@ def talk(shared: Server, tiny_model: Path) -> Callable[..., Any]:
 def http() -> Iterator[httpx.Client]:
     # One client, because making one reads every certificate of the machine. The first large body
     # starts a worker process, which takes seconds on a busy machine.
-    with httpx.Client(timeout=60) as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         yield client
 
 

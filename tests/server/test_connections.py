@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 from tests.server.test_run import serving
 
@@ -24,7 +25,7 @@ GET = HALF + b"\r\n"
 @contextmanager
 def connected(server: Server) -> Iterator[socket.socket]:
     at = urlsplit(server.control_url)
-    with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
+    with socket.create_connection((at.hostname, at.port), timeout=PATIENCE_S) as connection:
         yield connection
 
 
@@ -167,7 +168,7 @@ def test_who_sends_all_of_a_refused_body_reads_the_refusal(
     server = make_server(max_body_bytes=1000)
     at = urlsplit(server.control_url)
     piece = b" " * 2**20
-    connection = HTTPConnection(str(at.hostname), at.port, timeout=30)
+    connection = HTTPConnection(str(at.hostname), at.port, timeout=PATIENCE_S)
     with closing(connection):
         size = {} if chunked else {"Content-Length": str(24 * len(piece))}
         body = (piece for _ in range(24))

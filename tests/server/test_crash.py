@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.chaos import FAILPOINTS, KILLED, Same, Servers, whole_process
 
 POINTS = [
@@ -109,6 +110,6 @@ def test_a_killed_server_takes_its_learner_with_it(
     learner = json.loads(manifest.read_text())["learner"]
     assert learner["deterministic"] and learner["threads"] == 1
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(learner["pid"]).wait(20)
+        psutil.Process(learner["pid"]).wait(PATIENCE_S)
     # And it gave the same bits as the learner inside the server does.
     assert same.differences(servers.finish(tmp_path)) == []

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 from tests.store.test_checkpoints import filler, readable_again, unreadable
@@ -73,7 +74,7 @@ async def test_on_a_full_disk_a_job_waits_says_why_and_goes_on(
         job = server.submit(record, token_groups())
         second = server.submit(record, token_groups(first=10))
         server.service.wake()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while server.jobs.get(job.id).waiting_for is None:
                 await server.jobs.wait_event(job.id, server.jobs.events(job.id)[-1].id, 10)
         waiting = server.jobs.get(job.id)
@@ -89,7 +90,7 @@ async def test_on_a_full_disk_a_job_waits_says_why_and_goes_on(
         ended = await server.ended(job.id)
         assert (ended.state, ended.attempts, ended.step) == ("done", 1, 1), ended
         assert ended.waiting_for is None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await health(server))["status"] != "ok":
                 await asyncio.sleep(0.01)
         disk = server.checkpoints.model_dir(KEY) / "checkpoints"
@@ -115,7 +116,7 @@ async def test_a_job_under_which_the_state_file_takes_nothing_is_not_left_runnin
         record = server.models.register(spec(tiny_model))
         job = server.submit(record, token_groups())
         server.service.wake()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while server.jobs.get(job.id).waiting_for is None:
                 await server.jobs.wait_event(job.id, server.jobs.events(job.id)[-1].id, 10)
         waiting = server.jobs.get(job.id)
@@ -128,7 +129,7 @@ async def test_a_job_under_which_the_state_file_takes_nothing_is_not_left_runnin
         ended = await server.ended(job.id)
         wanted = ("cancelled", 0, None) if cancelled else ("done", 1, 1)
         assert (ended.state, ended.attempts, ended.step) == wanted
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while server.store.query("SELECT state FROM jobs")[0]["state"] != wanted[0]:
                 await asyncio.sleep(0.01)
 
@@ -193,7 +194,7 @@ async def test_an_engine_that_breaks_is_opened_anew_with_the_newest_step(
         assert policy.step == 1 and policy.adapter is not None
         assert policy.base.engine is opened[1]
         assert (await opened[1].probe([], policy.adapter)).sha256 == policy.adapter.sha256
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await health(server))["status"] != "ok":
                 await asyncio.sleep(0.01)
         await server.trained(tiny_model, 10)  # and training goes on
@@ -267,7 +268,7 @@ async def test_the_pruner_goes_on_after_a_failure(
     monkeypatch.setattr(state, "PRUNE_S", 0.05)
     async with SmallServer.started(tmp_path / "hone") as server:
         server.store._writer.execute("PRAGMA query_only = ON")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await health(server))["parts"]["pruner"]["status"] == "ok":
                 await asyncio.sleep(0.01)
         status = await health(server)
@@ -275,7 +276,7 @@ async def test_the_pruner_goes_on_after_a_failure(
             status["status"] == "degraded" and "StorageError" in status["parts"]["pruner"]["reason"]
         )
         server.store._writer.execute("PRAGMA query_only = OFF")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await health(server))["status"] != "ok":
                 await asyncio.sleep(0.01)
 

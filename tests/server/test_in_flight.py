@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer
 
 from hone.inference.base import AdapterRef, Delta, Sampling
@@ -48,7 +49,7 @@ def test_an_answer_under_way_names_the_step_that_began_it(
     url = f"{server.inference_url}/rollout/r/v1/chat/completions"
     request = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
-    with httpx.stream("POST", url, json={**request, "stream": True}, timeout=30) as answer:
+    with httpx.stream("POST", url, json={**request, "stream": True}, timeout=PATIENCE_S) as answer:
         lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
         stream = [json.loads(next(lines))]  # it has begun
         checkpoint = server.state.checkpoints.write(record.key, 1, fill)
@@ -58,7 +59,7 @@ def test_an_answer_under_way_names_the_step_that_began_it(
         stream += [json.loads(line) for line in lines]
 
     assert stream[-1]["policy_step"] == 0
-    after = httpx.post(url, json=request, timeout=30).json()
+    after = httpx.post(url, json=request, timeout=PATIENCE_S).json()
     assert after["policy_step"] == 1
     recorded = server.state.calls.rollout("r")
     assert [(c.call.step, c.adapter_sha256) for c in recorded] == [(0, None), (1, "a" * 64)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.patience import PATIENCE_S
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import TrainingError
@@ -39,12 +40,12 @@ class Launches:
 
     async def begun(self) -> None:
         """Once it was asked for one."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.gave_way:
                 await asyncio.sleep(0.01)
 
     async def first(self) -> LearnerProcess:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not self.learners:
                 await asyncio.sleep(0.01)
         return self.learners[0]
@@ -152,10 +153,10 @@ async def test_learners_that_die_while_they_load_ahead_cost_the_first_job_nothin
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         record = server.models.register(spec(tiny_model))
         await server.service.prepare(record)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             while server.service.parts()["learner"]["status"] == "ok":
                 await asyncio.sleep(0.01)
-        job = await server.ended(server.submit(record, token_groups()).id, deadline_s=120)
+        job = await server.ended(server.submit(record, token_groups()).id)
         assert job.state == "done" and job.retries <= 1, job
         assert not launches.gave_way[-1] and launches.gave_way.count(False) == 1
         assert server.service.parts()["learner"]["status"] == "ok"
@@ -171,10 +172,10 @@ async def test_a_learner_that_is_killed_while_idle_is_replaced_before_the_next_j
         await server.service.prepare(record)
         first = await launches.first()
         os.kill(first.pid, signal.SIGKILL)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             while len(launches.learners) < 2:
                 await asyncio.sleep(0.01)
-        job = await server.ended(server.submit(record, token_groups()).id, deadline_s=120)
+        job = await server.ended(server.submit(record, token_groups()).id)
         assert (job.state, job.attempts, job.retries) == ("done", 1, 0), job
         manifest = server.checkpoints.get(record.key, 1).manifest
         assert manifest["learner"]["pid"] == launches.learners[1].pid

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer
 
 REQUESTS = 500
@@ -26,7 +27,7 @@ async def test_500_at_once_are_all_answered_and_recorded(
     server = make_server(engine=engine)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
-    async with httpx.AsyncClient(timeout=100, limits=limits) as asking:
+    async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as asking:
 
         async def one(i: int) -> tuple[str, str]:
             body = {
@@ -74,7 +75,7 @@ async def test_beyond_the_limit_requests_are_turned_away_and_none_is_lost(
     engine = ScriptedEngine(["ok"], tokenizer=tokenizer, delay_s=0.05)
     server = make_server(engine=engine, max_concurrent=10)
     body = {"model": str(tiny_model), "messages": [{"role": "user", "content": "hi"}]}
-    async with httpx.AsyncClient(timeout=60) as asking:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as asking:
         url = f"{server.openai_url}/chat/completions"
         answers = await asyncio.gather(*(asking.post(url, json=body) for _ in range(60)))
     statuses = Counter(answer.status_code for answer in answers)

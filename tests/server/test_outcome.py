@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open, group
 from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
@@ -169,7 +170,7 @@ def test_events_arrive_while_the_job_goes_on(make_server: MakeServer, tiny_model
         model=record, groups=b"", config=TrainConfig(), counts={}, request_sha256="0" * 64
     )
     url = f"{server.control_url}{JOBS}/{added.id}/events"
-    with httpx.stream("GET", url, timeout=20) as answer:
+    with httpx.stream("GET", url, timeout=PATIENCE_S) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("event: "))
         assert next(lines) == "event: queued"
         state.jobs.request_cancel(added.id)
@@ -184,7 +185,7 @@ def test_from_chat_to_a_better_model(make_server: MakeServer, tiny_model: Path, 
     state = State(settings, open_engine=lambda name: engine, start_learner=LearnerHere)
     server = Server(state, engine).start()
     try:
-        with httpx.Client(base_url=server.control_url, timeout=60) as client:
+        with httpx.Client(base_url=server.control_url, timeout=PATIENCE_S) as client:
             spec = {"name": "agent", "base_model": str(tiny_model)}
             assert client.post("/v1/training/models", json=spec).status_code == 201
             groups, wanted = _sampled_groups(client)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 
@@ -119,7 +120,7 @@ def test_a_rename_that_was_killed_is_finished_at_the_next_start(
     killed = subprocess.run(
         [sys.executable, "-c", RENAME, str(tmp_path / "hone")],
         env=os.environ | {"HONE_FAILPOINT": point},
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert killed.returncode == -9
     state = make_state()

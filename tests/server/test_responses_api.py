@@ -9,6 +9,7 @@ import openai
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine, logprob
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids, opened
 from tests.server.test_rollouts import SAID, spelt_out
@@ -49,7 +50,8 @@ def create(shared: Server, responses: Any, tiny_model: Path) -> Create:
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=60) as client:  # making one reads every certificate of the machine
+    # Making one reads every certificate of the machine.
+    with httpx.Client(timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.chat.bridge import Reason
@@ -26,7 +27,7 @@ TEMPERATURE, STEP = "X-Hone-Temperature", "X-Hone-Step"
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.patience import PATIENCE_S
 from tests.server.api import job
 from typer.testing import CliRunner
 
@@ -47,7 +48,7 @@ def serving(*options: str, owned: bool = False) -> Iterator[tuple[subprocess.Pop
     try:
         with os.fdopen(reading) as ready:
             line = ready.readline()
-        assert line, process.communicate(timeout=10)
+        assert line, process.communicate(timeout=PATIENCE_S)
         yield process, json.loads(line)
     finally:
         with process:  # closes its pipes and waits
@@ -66,7 +67,7 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
         wrong_port = httpx.post(f"{openai}/training/models", json={}).json()["error"]["message"]
         assert wrong_port.endswith(f"inference APIs; the training API is on port {output['port']}")
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     assert control in out and f"curl {openai}/chat/completions" in out
     assert f"for agents    {advertised}/v1" in out
@@ -81,14 +82,14 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
         control = f"http://127.0.0.1:{output['port']}/v1/training"
         spec = {"name": "agent", "base_model": str(tiny_model)}
         assert httpx.post(f"{control}/models", json=spec).status_code == 201
-        answer = httpx.post(f"{control}/jobs", json=job(), timeout=60)
+        answer = httpx.post(f"{control}/jobs", json=job(), timeout=PATIENCE_S)
         assert answer.status_code == 202
         with httpx.stream("GET", f"{control}/jobs/{answer.json()['id']}/events") as events:
             lines = events.iter_lines()
             assert next(lines).startswith("id: ")  # its learner takes seconds to start
             process.send_signal(signal.SIGTERM)
             types = [line for line in lines if line.startswith("event: ")]
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert not {"event: done", "event: failed", "event: cancelled"} & set(types)
     # Who outlasts uvicorn's grace is cut off with an error in its log.
     assert (process.returncode, err) == (0, "")
@@ -98,7 +99,7 @@ def test_an_owned_server_ends_with_its_owner(tmp_path: Path):
     with serving("--root", str(tmp_path), owned=True) as (process, _):
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path):
@@ -107,7 +108,9 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
             (["--root", str(tmp_path), "--port", "0"], "another server uses it"),
             (["--root", str(tmp_path / "b"), "--port", str(output["port"])], "choose another port"),
         ):
-            refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
+            refused = subprocess.run(
+                [*SERVE, *options], capture_output=True, text=True, timeout=PATIENCE_S
+            )
             assert refused.returncode == 1 and says in refused.stderr
             assert "Traceback" not in refused.stderr
 
@@ -153,7 +156,7 @@ def test_a_torch_without_cuda_is_named_at_the_start(
 def test_an_engine_that_is_not_there_is_refused_at_the_start(tmp_path: Path):
     options = ["--root", str(tmp_path), "--engine", "vllm", "--engine-python", "/no/python"]
     options += ["--port", "0", "--inference-port", "0"]
-    refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 1 and "--engine-python /no/python: " in refused.stderr
     assert "Traceback" not in refused.stderr
 
@@ -172,7 +175,7 @@ def test_an_engine_that_is_not_there_is_refused_at_the_start(tmp_path: Path):
 )
 def test_an_option_that_cannot_be_used_is_named(tmp_path: Path, options: list[str], says: str):
     command = [*SERVE, "--root", str(tmp_path), "--port", "0", "--api-key", "k", *options]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 1 and refused.stderr.startswith(f"hone: {says}")
     assert "Traceback" not in refused.stderr
 
@@ -182,7 +185,7 @@ def test_one_port_for_both_apis_is_refused(tmp_path: Path):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [*SERVE, "--root", str(tmp_path), "--port", port, "--inference-port", port]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 1
     assert f"--inference-port {port}: cannot listen on 127.0.0.1:{port} (" in refused.stderr
 
@@ -194,11 +197,11 @@ def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
         assert httpx.get(url).status_code == 401
         assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert key in out
     with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, _):
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     assert key not in out
 
 
@@ -211,7 +214,7 @@ def test_arts_command_starts_it_too(tmp_path: Path):
                 [*SERVE[:-1], *words, "--host", "127.0.0.1", "--port", port],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=PATIENCE_S,
                 cwd=tmp_path,
             )
             # Far enough to show that both forms reach the server: the port is in use.

@@ -112,7 +112,7 @@ async def test_only_the_learners_process_reads_the_groups_of_a_job(
         record = server.models.register(spec(tiny_model))
         options = {"config": strict, "plot_tensors": True}
         jobs = [server.submit(record, groups, **options) for _ in range(2)]
-        return [await server.ended(job.id, deadline_s=120) for job in jobs]
+        return [await server.ended(job.id) for job in jobs]
 
     first, overtaken = await train_twice(here)
 
@@ -221,7 +221,7 @@ async def test_cancelling_a_running_job_leaves_the_step_before(open_server: Open
     assert server.service.status() == {"state": "training", "jobs": [job.id], "queued": 0}
     cancelling = server.jobs.request_cancel(job.id)
     assert cancelling.state == "running" and cancelling.cancel_requested
-    ended = await server.ended(job.id, deadline_s=5)
+    ended = await server.ended(job.id)
     assert ended.state == "cancelled" and ended.step is None
     assert server.store.query("SELECT * FROM call_refs") == []
     last = server.jobs.events(job.id, limit=-1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 
@@ -251,7 +252,7 @@ async def test_no_step_waits_for_long_to_be_saved_until_its_engine_has_loaded_it
     engine = LoadsSaved(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
     async with (
         SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server,
-        asyncio.timeout(60),
+        asyncio.timeout(PATIENCE_S),
     ):
         await server.trained(tiny_model, 0)
         await server.trained(tiny_model, 10)

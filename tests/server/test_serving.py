@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeState, write_model
 
 from hone.errors import (
@@ -464,7 +465,7 @@ async def test_a_publish_does_not_wait_for_what_leaves(
         await unload(adapter)
 
     engine.unload = late
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await world.serving.publish(record, world.write(record, 4))
     assert left == []
     leave.set()
@@ -568,7 +569,7 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
             await asyncio.sleep(0)
         return task, end
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         first, end_first = await start()
         second, end_second = await start()  # while the engine goes to sleep
         assert await begun.get() == "sleep"
@@ -647,13 +648,13 @@ async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_w
 
     def open_engine(_: str) -> ScriptedEngine:
         loading.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         opened.append(ScriptedEngine(tokenizer=world.tokenizer))
         return opened[-1]
 
     engines._open_engine = open_engine
     requests = [asyncio.create_task(world.serving.engines.base(world.tiny)) for _ in range(3)]
-    assert await asyncio.to_thread(loading.wait, 60)
+    assert await asyncio.to_thread(loading.wait, PATIENCE_S)
     engines.outdated.add(world.tiny)  # a model with other engine_args was registered
     go_on.set()
     bases = await asyncio.gather(*requests)
@@ -681,7 +682,7 @@ async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
     await world.serving.engines.tokenizer(world.tiny)
 
     def open_engine(_: str) -> ScriptedEngine:
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         return ScriptedEngine(tokenizer=world.tokenizer)
 
     engines._open_engine = open_engine

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from tests.fakes import ScriptedEngine, logprob
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
 from tests.workflow.rollouts import ran, why
@@ -64,7 +65,7 @@ def streamed_calls(chunks: list[Any]) -> list[Any]:
 
 
 def wait_for(happened: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while not happened():
         assert time.monotonic() < end, what
         time.sleep(0.01)
@@ -149,7 +150,7 @@ class WaitingEngine(ScriptedEngine):
 
     async def generate(self, *args: Any, **options: Any) -> AsyncIterator[Delta]:
         async for delta in super().generate(*args, **options):
-            if not await asyncio.to_thread(self.received.acquire, timeout=20):
+            if not await asyncio.to_thread(self.received.acquire, timeout=PATIENCE_S):
                 raise EngineError("the client did not receive the token before this one")
             yield delta
 
@@ -394,7 +395,7 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
 
     def ask() -> None:
         try:
-            httpx.post(url, json=body, timeout=30)
+            httpx.post(url, json=body, timeout=PATIENCE_S)
         except httpx.RemoteProtocolError as error:
             got.append(error)
 
@@ -402,7 +403,7 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
     asking.start()
     wait_for(lambda: engine.running == 1, "the request did not begin")
     server.stop()
-    asking.join(30)
+    asking.join(PATIENCE_S)
     assert stream is False or got, "a stream that is cut off does not look like one that ended"
     again = make_state()
     (call,) = again.calls.rollout("late")
@@ -434,7 +435,9 @@ def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
 async def test_half_of_the_clients_leave_and_the_others_get_everything(
     slow: Server, tiny_model: Path
 ) -> None:
-    async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=40)) as asking:
+    async with httpx.AsyncClient(
+        timeout=PATIENCE_S, limits=httpx.Limits(max_connections=40)
+    ) as asking:
 
         async def one(i: int) -> str:
             body = {"model": str(tiny_model), "messages": HELLO, "stream": True}

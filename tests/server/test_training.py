@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open, group, job
 from tests.server.worlds import by_tokens
 
@@ -291,7 +292,7 @@ async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):
     api = await open_api(held=True, max_queued_jobs=2)
     await api.register()
     running = await api.submit()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while api.state.jobs.get(running.id).state != "running":
             await asyncio.sleep(0.01)
     first, _ = await api.submit(idempotency_key="k"), await api.submit()

@@ -11,6 +11,7 @@ import httpx
 import huggingface_hub
 import pytest
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 
 from hone.errors import ServerError
@@ -25,7 +26,7 @@ from hone.types import stored_name
 def raw_status(url: str, headers: str, path: str = "/v1/models") -> int:
     """The status of a request with exactly these header lines."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\n{headers}Connection: close\r\n\r\n".encode())
         with connection.makefile("rb") as answer:
             return int(answer.readline().split()[1])
@@ -139,7 +140,7 @@ def test_a_trusted_peer_is_given_a_key_for_the_openai_api_alone(
     spec = {**model, "token_ids_as_text": True}
     url, operator = f"{server.control_url}/v1/training/models", {"Authorization": "Bearer k"}
     assert httpx.post(url, json=spec, headers=operator).status_code == 201
-    request = httpx.post(prepare, json={"model": model}, timeout=60)
+    request = httpx.post(prepare, json={"model": model}, timeout=PATIENCE_S)
     assert request.status_code == 200, request.text
     key = {"Authorization": f"Bearer {request.json()[1]}"}
     assert request.json()[1] != "k"
@@ -158,7 +159,7 @@ def test_a_trusted_peer_is_given_a_key_for_the_openai_api_alone(
 def chat_status(url: str, model: str, key: str | None = None) -> int:
     sent = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=sent, timeout=60)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=sent, timeout=PATIENCE_S)
     if answer.status_code == 404:
         assert answer.json()["error"]["code"] == "model_not_found", answer.text
     return answer.status_code

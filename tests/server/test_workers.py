@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import MakeState, Server
 
@@ -61,7 +62,7 @@ def _body(model: Path, *texts: str, **more: Any) -> dict[str, Any]:
 async def _post(server: Server, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         return await client.post(server.inference_url + path, content=content, headers=headers)
 
 
@@ -127,7 +128,7 @@ async def test_others_are_answered_while_a_large_body_is_read(
     os.kill(worker, signal.SIGSTOP)
     try:
         large = [asyncio.create_task(_post(server, _body(tiny_model, LONG))) for _ in range(40)]
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             health = await client.get(server.control_url + "/health")
         small = await asyncio.gather(*(_post(server, _body(tiny_model, "hi")) for _ in range(30)))
         assert health.status_code == 200
@@ -187,7 +188,7 @@ async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_m
     (worker,) = server.state.workers.pids
     os.kill(worker, signal.SIGSTOP)
     lost = asyncio.create_task(_post(server, _body(tiny_model, LONG)))
-    async with httpx.AsyncClient(timeout=60) as client:  # it has been handed over when this is back
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         await client.get(server.control_url + "/health")
     while not server.state.workers.busy:
         await asyncio.sleep(0)
@@ -351,4 +352,4 @@ def test_a_worker_at_work_ends_with_a_server_that_is_killed(tmp_path: Path) -> N
         assert owner.stdout is not None
         worker = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
-    worker.wait(30)
+    worker.wait(PATIENCE_S)

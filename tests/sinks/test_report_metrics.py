@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from tests.environments import ROOT
+from tests.patience import PATIENCE_S
 from tests.sinks.file_sink import FileConfig
 
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
@@ -142,7 +143,11 @@ async def test_a_second_program_of_the_same_model_ends_when_the_first_has_sent_i
     while not (place / "log").exists():  # the first program's logger holds the lock
         await asyncio.sleep(0.02)
     done = subprocess.run(
-        [sys.executable, "-c", SECOND], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", SECOND],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
     sent = [json.loads(line) for line in (place / "log").read_text().splitlines()]

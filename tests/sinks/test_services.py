@@ -71,9 +71,6 @@ def interrupting(epoch: int, example: str, generation: int) -> float:
     return rising(epoch, example, generation)
 
 
-pytestmark = pytest.mark.timeout(600)  # the first test makes the environment
-
-
 @pytest.fixture(scope="module")
 def logged(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logged]:
     place = tmp_path_factory.mktemp("services")

@@ -20,6 +20,8 @@ from hone.types import Call, Failure, JobInfo, JobState, ModelKey, ModelSpec, Tr
 
 PIN = Pin(3, "ab" * 32, dtype="float32", row_tokens=4096)
 NO_FAILURE = Failure(type="X", message="y")
+FOREVER_S = 3600.0
+"""A wait that nothing ends is ended by pytest's timeout."""
 
 
 @pytest.fixture
@@ -220,16 +222,12 @@ def test_unknown_jobs_are_named(queue):
 
 async def test_waiting_is_woken_from_another_thread(queue, agent):
     job = add(queue, agent)
-    assert await queue.wait_event(job.id, 0, 5.0)  # there is one already
+    assert await queue.wait_event(job.id, 0, FOREVER_S)  # there is one already
     late = threading.Timer(0.05, queue.emit, (job.id, "progress", {}))
     late.start()
-    started = time.monotonic()
-    assert await queue.wait_event(job.id, last(queue, job), 5.0)
-    assert time.monotonic() - started < 2.0
+    assert await queue.wait_event(job.id, last(queue, job), FOREVER_S)
     late.join()
-    started = time.monotonic()
     assert not await queue.wait_event(job.id, last(queue, job), 0.05)
-    assert 0.04 < time.monotonic() - started < 2.0
 
 
 async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queue, agent):
@@ -243,7 +241,7 @@ async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queu
     async def read() -> list[int]:
         seen: list[int] = []
         while len(seen) < 101:
-            assert await queue.wait_event(job.id, seen[-1] if seen else 0, 5.0)
+            assert await queue.wait_event(job.id, seen[-1] if seen else 0, FOREVER_S)
             batch = await asyncio.to_thread(queue.events, job.id, seen[-1] if seen else 0)
             seen += [event.id for event in batch]
         return seen
@@ -256,12 +254,12 @@ async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queu
 async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
     job = add(queue, agent)
     seen = last(queue, job)
-    waiting = [asyncio.create_task(queue.wait_event(job.id, seen, 600.0)) for _ in range(3)]
+    waiting = [asyncio.create_task(queue.wait_event(job.id, seen, FOREVER_S)) for _ in range(3)]
     await asyncio.sleep(0.05)
     queue.stop_waiting()
     await asyncio.gather(*waiting)
-    assert not await queue.wait_event(job.id, seen, 600.0)
-    assert await queue.wait_event(job.id, 0, 600.0), "what there is may still be read"
+    assert not await queue.wait_event(job.id, seen, FOREVER_S)
+    assert await queue.wait_event(job.id, 0, FOREVER_S), "what there is may still be read"
     assert not queue._listeners
 
 
@@ -305,7 +303,7 @@ def test_groups_of_ended_jobs_are_pruned_by_age_and_size(queue, agent):
 async def test_waits_leave_nothing_behind(queue, agent):
     job = add(queue, agent)
     seen = last(queue, job)
-    waiting = asyncio.create_task(queue.wait_event(job.id, seen, 30.0))
+    waiting = asyncio.create_task(queue.wait_event(job.id, seen, FOREVER_S))
     await asyncio.sleep(0.05)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

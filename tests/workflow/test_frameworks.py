@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.conformance.capture import interpreter
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.config.build import build
@@ -17,7 +18,6 @@ from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER
 
-pytestmark = pytest.mark.timeout(600)  # the first test makes the environment
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("framework_rollouts.py")
 
@@ -55,7 +55,7 @@ async def results_of(
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
         )
         given = json.dumps({"url": url, "workflows": workflows}).encode()
-        out, err = await asyncio.wait_for(program.communicate(given), 110)
+        out, err = await asyncio.wait_for(program.communicate(given), PATIENCE_S)
     assert program.returncode == 0, err.decode()[-3000:]
     return json.loads(out.decode().splitlines()[-1])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from tests.patience import PATIENCE_S
 
 from hone.capture.base import current
 from hone.capture.scope import recorded
@@ -214,7 +215,7 @@ async def test_a_plain_function_does_not_hold_the_loop():
 
     def slow(input: str) -> str:
         entered.set()
-        assert leave.wait(60)
+        assert leave.wait(PATIENCE_S)
         return "done"
 
     task = asyncio.create_task(Function.of("slow", slow)("x"))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran, why
 
@@ -69,7 +70,7 @@ async def test_a_plain_function_runs_in_a_thread_and_is_seen():
 
 
 async def test_more_plain_functions_run_at_once_than_a_pool_has_threads():
-    together = threading.Barrier(50, timeout=60)
+    together = threading.Barrier(50, timeout=PATIENCE_S)
 
     def agent(question: str) -> int:
         return together.wait()
@@ -147,7 +148,7 @@ async def test_an_agent_that_will_not_stop_is_left_and_its_calls_refused(
         assert "is left running; its calls to the trained model are refused" in caplog.text
         # Another rollout keeps the libraries tapped: what was left behind meets a closed door.
         await run_rollout(Function.of("w", lambda x: time.sleep(1)), "x")
-        await asyncio.wait_for(ended.wait(), 20)
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
         await llm.close()
     assert len(endpoint.requests) == 1
 
@@ -160,7 +161,7 @@ async def test_a_thread_that_runs_on_is_left_and_its_calls_refused():
 
         def agent(question: str) -> None:
             llm.sync_client.chat.completions.create(model="m", messages=ASK)
-            went_on.wait(60)
+            went_on.wait(PATIENCE_S)
             try:
                 llm.sync_client.chat.completions.create(model="m", messages=ASK)
             except asyncio.CancelledError:
@@ -169,7 +170,7 @@ async def test_a_thread_that_runs_on_is_left_and_its_calls_refused():
 
         result = await ran(agent, timeout_s=1)
         went_on.set()
-        assert await asyncio.to_thread(refused.wait, 20)
+        assert await asyncio.to_thread(refused.wait, PATIENCE_S)
         await llm.close()
     assert why(result) == ("policy", "timeout")
     assert len(endpoint.requests) == len(result.calls) == 1
