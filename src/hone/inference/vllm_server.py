@@ -69,9 +69,9 @@ def start_server(
     """Start a vLLM server for a model by name. Blocking.
 
     `max_length` applies unless `args` has a max_model_len; the model's own limit always applies, and
-    exceeding it in `args` is an error. `dtype` replaces that in `args`. `env` is added to the environment of its processes.
-    `less_memory` says what to do if it runs out of memory. `start` is entered while the process
-    starts, so that its owner can stop it.
+    exceeding it in `args` is an error. `dtype` replaces that in `args`. `env` is added to the
+    environment of its processes. `less_memory` says what to do if it runs out of memory. `start` is
+    entered while the process starts, so that its owner can stop it.
     """
     files = find(name)
     sleeps = on_gpu and args.get("enable_sleep_mode") is not False
