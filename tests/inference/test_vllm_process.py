@@ -207,7 +207,9 @@ def test_a_server_that_never_answers_is_stopped(
 ) -> None:
     monkeypatch.setenv("HONE_TEST_REFUSES", "/health")
     process = VllmProcess(tmp_path / "engine")
-    with pytest.raises(EngineError, match=rf"(?s)did not answer within 0 s.*{READY}"):
+    with pytest.raises(
+        EngineError, match=r"did not answer within 0 s\. The last lines of its log:"
+    ):
         process.start(require_vllm(python), ["model"], start_s=0)
     assert process.pid is not None and all_end(members(process.pid))
 
