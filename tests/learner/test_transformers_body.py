@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.learner.families import FAMILIES, SIZES, Family
+from tests.learner.families import FAMILIES, SIZES, VOCAB, Family
 from tests.learner.test_families import compared, gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
@@ -198,7 +198,12 @@ SPARSE = {"head_dim": 16, "sliding_window": 7, "moe_intermediate_size": 24}
 @pytest.mark.parametrize(
     ("name", "sizes", "frozen"),
     [
-        ("Gemma4Text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "router"),
+        (
+            "Gemma4Text",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+            | {"vocab_size_per_layer_input": VOCAB},
+            "router",
+        ),
         (
             "DeepseekV4",
             {"o_groups": 2, "o_lora_rank": 8, "q_lora_rank": 16, "n_routed_experts": 4},
