@@ -93,14 +93,14 @@ class Finetune:
             text=True,
         )
 
-    def finish(self, process: subprocess.Popen[str], within_s: float = PATIENCE_S) -> int:
+    def finish(self, process: subprocess.Popen[str]) -> int:
         """Its exit status."""
         try:
-            _, output = process.communicate(timeout=within_s)
+            _, output = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             _, output = process.communicate()
-            pytest.fail(f"hone finetune did not end within {within_s} s:\n{output}")
+            pytest.fail(f"hone finetune did not end within {PATIENCE_S} s:\n{output}")
         self.outputs.append(output)
         return process.returncode
 

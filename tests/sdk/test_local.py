@@ -26,8 +26,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int, within_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + within_s
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pid)

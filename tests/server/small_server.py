@@ -134,17 +134,17 @@ class SmallServer(State):
         given = {"config": CONFIG, "counts": {}, "request_sha256": "0" * 64, **changes}
         return self.jobs.add(model=record, groups=pack_groups(groups), **given)
 
-    async def ended(self, job_id: str, *, deadline_s: float = PATIENCE_S) -> JobInfo:
+    async def ended(self, job_id: str) -> JobInfo:
         """The job once it has ended; sees to it that somebody works on it."""
         self.service.wake()
-        return await self.reached(job_id, *FINAL, deadline_s=deadline_s)
+        return await self.reached(job_id, *FINAL)
 
-    async def reached(self, job_id: str, *events: str, deadline_s: float = PATIENCE_S) -> JobInfo:
+    async def reached(self, job_id: str, *events: str) -> JobInfo:
         """The job once it has had one of these events."""
         seen = 0
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(PATIENCE_S):
             while not any(e.type in events for e in self.jobs.events(job_id, limit=-1)):
-                await self.jobs.wait_event(job_id, seen, deadline_s)
+                await self.jobs.wait_event(job_id, seen, PATIENCE_S)
                 seen = self.jobs.events(job_id, limit=-1)[-1].id
         return self.jobs.get(job_id)
 

@@ -261,7 +261,10 @@ def linear_layers(model: nn.Module, decoder: nn.Module) -> Mapping[str, tuple[in
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether the layer computes x W' + bias; DeepSeek V4 has a subclass of nn.Linear that does not."""
+    """Whether the layer computes x W' + bias.
+
+    DeepSeek V4 has a subclass of nn.Linear that does not; Falcon's does, in a forward of its own.
+    """
     kind = type(linear)
     return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
 
