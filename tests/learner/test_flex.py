@@ -121,12 +121,15 @@ def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
     def gradients(run: Any) -> tuple[list[int], list[Tensor]]:
         """Widths of the tensors that are stored per token, and the gradients."""
         stored: dict[int, int] = {}
+        weights = {p.untyped_storage().data_ptr() for p in part.parameters()}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if tensor.numel() % LONG == 0:
                 width = storage.nbytes() // tensor.element_size() // LONG
                 stored[storage.data_ptr()] = width
+            elif tensor.numel() > 16 * 64:
+                assert storage.data_ptr() in weights, f"a copy of weights: {tensor.shape}"
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -63,11 +63,11 @@ def test_in_bfloat16_whole_calls_are_looked_at():
     assert others(probe)[-1] == 99
 
 
-def test_no_call_is_looked_at_further_than_512_tokens():
+def test_no_call_is_looked_at_further_than_384_tokens():
     (window,) = chosen(BF16, call(range(3000), range(5000, 6000))).calls
-    assert window.ids.tolist() == [*range(3000 - 384, 3000), *range(5000, 5128)]
+    assert window.ids.tolist() == [*range(3000 - 256, 3000), *range(5000, 5128)]
     (window,) = chosen(BF16, call(range(3000), range(5000, 5010))).calls
-    assert window.ids.tolist() == [*range(3000 - 502, 3000), *range(5000, 5010)]
+    assert window.ids.tolist() == [*range(3000 - 374, 3000), *range(5000, 5010)]
     (window,) = chosen(BF16, call(range(10), range(5000, 6000))).calls
     assert window.ids.tolist() == [*range(10), *range(5000, 5128)]
 
@@ -108,9 +108,9 @@ def test_equal_calls_are_looked_at_once():
 
 
 def test_the_hardest_pushed_come_first_and_one_is_always_taken():
-    long, short = call(range(400), range(400, 500), -3.0), call(range(4), range(4, 8), 2.0)
+    long, short = call(range(250), range(250, 350), -3.0), call(range(4), range(4, 8), 2.0)
     idle = call(range(4), range(8, 12), 0.0)
-    assert [len(c.ids) for c in chosen(BF16, short, idle, long).calls] == [500]
+    assert [len(c.ids) for c in chosen(BF16, short, idle, long).calls] == [350]
     assert [len(c.ids) for c in chosen(F32, short, idle, long).calls] == [48, 8]
     nothing = chosen(F32, idle)
     assert nothing.calls == () and nothing.trained.tolist() == []

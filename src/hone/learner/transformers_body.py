@@ -74,6 +74,7 @@ class TransformersBody:
         self._layers = _wrap_layers(self._stack, self._text.num_hidden_layers)
         self._feed_forward = [_wrap_feed_forward(layer.part) for layer in self._layers]
         self._rank = 0
+        self._recomputation: dict[tuple[int, int], fit.Recomputation] = {}  # by length and rank
         self._flex = (attention or (FLEX if self.device.type == "cuda" else SEGMENTS)) == FLEX
         model.set_attn_implementation(FLEX if self._flex else SEGMENTS)
         if self._flex:
@@ -197,14 +198,17 @@ class TransformersBody:
         """What must be recomputed for a row to fit into memory; the same for every pass of a job."""
         if self.device.type != "cuda":
             return fit.Recomputation()
-        return fit.recomputation(
-            self._raw,
-            tokens=len(row),
-            dtype_bytes=self.dtype.itemsize,
-            rank=self._rank,
-            device=str(self.device),
-            learner=self._memory,
-        )
+        key = len(row), self._rank
+        if key not in self._recomputation:
+            self._recomputation[key] = fit.recomputation(
+                self._raw,
+                tokens=len(row),
+                dtype_bytes=self.dtype.itemsize,
+                rank=self._rank,
+                device=str(self.device),
+                learner=self._memory,
+            )
+        return self._recomputation[key]
 
 
 class _Recomputed(nn.Module):

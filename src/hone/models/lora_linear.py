@@ -36,6 +36,10 @@ class LayerFactors(NamedTuple):
     first: int
     """The row of `a` where this layer's factor begins."""
 
+    @property
+    def own_a(self) -> Tensor:
+        return self.a[self.first : self.first + self.b.shape[1]]
+
 
 class LoraLinears(nn.Module):
     """Layers of one input: x W' + bias, plus scale (x A') B' for those that an adapter covers."""
@@ -67,10 +71,9 @@ class LoraLinears(nn.Module):
         if not self.joint:
             return self._alone(x, index)
         if len(self.outputs) == 1:
-            return self._all(x)
+            return self._all(x)[0]
         if self._input is not x or index not in self._results:
-            results = dict(enumerate(self._all(x).split(self.outputs, -1)))
-            self._input, self._results = x, results
+            self._input, self._results = x, dict(enumerate(self._all(x)))
         result = self._results.pop(index)
         if not self._results:
             self._input = None
@@ -89,36 +92,23 @@ class LoraLinears(nn.Module):
         y = F.linear(x, self.weight[rows], None if self.bias is None else self.bias[rows])
         if factors is None:
             return y
-        a = factors.a[factors.first : factors.first + factors.b.shape[1]]
-        return y + F.linear(F.linear(x, a.to(x.dtype)), factors.b.to(x.dtype)) * self.scale
+        z = F.linear(x, factors.own_a.to(x.dtype))
+        return y + F.linear(z, factors.b.to(x.dtype)) * self.scale
 
-    def _all(self, x: Tensor) -> Tensor:
-        """The outputs of all layers beside each other: one linear layer with a block-diagonal B."""
+    def _all(self, x: Tensor) -> Sequence[Tensor]:
+        """The outputs of all layers."""
         adapted = [factors for factors in self.factors if factors is not None]
         if not adapted:
-            return F.linear(x, self.weight, self.bias)
-        stacks: list[Tensor] = []
-        for a, _, _ in adapted:
-            if all(a is not known for known in stacks):
-                stacks.append(a)
-        a = (torch.cat(stacks) if len(stacks) > 1 else stacks[0]).to(x.dtype)
-        b = torch.cat([self._rows_of_b(stacks, index, x) for index in range(len(self.outputs))])
+            return F.linear(x, self.weight, self.bias).split(self.outputs, -1)
+        a = torch.cat([factors.own_a for factors in adapted]).to(x.dtype)
+        b = [
+            None if factors is None else factors.b.to(x.dtype) * self.scale
+            for factors in self.factors
+        ]
         if x.numel() >= LONG * self.inputs:
-            return _OneProduct.apply(x, self.weight, self.bias, a, b)
-        return F.linear(x, self.weight, self.bias) + F.linear(F.linear(x, a), b)
-
-    def _rows_of_b(self, stacks: Sequence[Tensor], index: int, x: Tensor) -> Tensor:
-        """A layer's B times the scale, in the columns of its own A; zero in the others."""
-        factors, width = self.factors[index], sum(len(a) for a in stacks)
-        if factors is None:
-            return x.new_zeros(self.outputs[index], width)
-        b = factors.b.to(x.dtype) * self.scale
-        before = factors.first
-        for a in stacks:
-            if a is factors.a:
-                break
-            before += len(a)
-        return F.pad(b, (before, width - before - b.shape[1]))
+            return _OneProduct.apply(self.outputs, x, self.weight, self.bias, a, *b)
+        added = F.linear(F.linear(x, a), _block_diagonal(b, self.outputs, a))
+        return (F.linear(x, self.weight, self.bias) + added).split(self.outputs, -1)
 
 
 class LoraLinear(nn.Module):
@@ -145,41 +135,76 @@ class LoraLinear(nn.Module):
 class _OneProduct(torch.autograd.Function):
     """x W' + bias + (x A') B', with gradients of x, A and B.
 
-    To add two products, the whole output is written and read once more. Where the output is as wide as
-    the input or wider, [x, x A'] [W, B]' gives the sum in one product; otherwise the gradient of the input is
-    computed in that way. The sum is then also rounded only once.
+    To add two products, the whole output is written and read once more, and for a narrow product a wide
+    tensor is read again. So W has the columns of B beside it where the output is as wide as the input or
+    wider, and the rows of A below it otherwise (z = x A', g: gradient of the output):
+
+        [x, z] [W, B]'   is the output
+        g [B, W]         is [g B, g W]
+        x [W; A]'        is [x W', z]
+        [g B, g] [A; W]  is the gradient of x
+
+    The order differs between the passes because the compiler would keep a copy of W from one to the other.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        outputs: list[int],
         x: Tensor,  # [..., inputs]
         weight: Tensor,  # [outputs, inputs]
         bias: Tensor | None,
-        a: Tensor,  # [rank, inputs]
-        b: Tensor,  # [outputs, rank]
-    ) -> Tensor:
-        z = F.linear(x, a)
-        ctx.save_for_backward(x, z, weight, a, b)
-        outputs, inputs = weight.shape
-        if outputs >= inputs:
-            y = F.linear(torch.cat((x, z), -1), torch.cat((weight, b), 1))
+        a: Tensor,  # [ranks, inputs]
+        *b: Tensor | None,  # [outputs, rank] of each layer
+    ) -> tuple[Tensor, ...]:
+        all_b = _block_diagonal(b, outputs, a)
+        if len(weight) >= weight.shape[1]:
+            z = F.linear(x, a)
+            y = F.linear(torch.cat((x, z), -1), torch.cat((weight, all_b), 1))
         else:
-            y = F.linear(x, weight) + F.linear(z, b)
-        return y if bias is None else y + bias  # the compiler adds it where `y` is read
+            y, z = F.linear(x, torch.cat((weight, a))).split((len(weight), len(a)), -1)
+            z = z.contiguous()  # kept for the backward pass, without `y`
+            y = y + F.linear(z, all_b)
+        ctx.outputs = outputs
+        ctx.save_for_backward(x, z, weight, a, *b)
+        # The compiler adds it where the output is read.
+        return (y if bias is None else y + bias).split(outputs, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, z, weight, a, b = ctx.saved_tensors
-        grad_z = grad @ b
-        outputs, inputs = weight.shape
-        if inputs > outputs:
-            grad_x = torch.cat((grad, grad_z), -1) @ torch.cat((weight, a))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, z, weight, a, *b = ctx.saved_tensors
+        all_b = _block_diagonal(b, ctx.outputs, a)
+        if len(weight) >= weight.shape[1]:
+            # One product per layer: to put the gradients beside each other, the compiler would compute
+            # all of them for every place.
+            both = torch.cat((all_b, weight), 1).split(ctx.outputs)
+            products = [grad @ rows for grad, rows in zip(grads, both, strict=True)]
+            grad_z, grad_x = sum(products[1:], products[0]).split((len(a), weight.shape[1]), -1)
+            grad_x = grad_x + grad_z @ a
         else:
-            grad_x = grad @ weight + grad_z @ a
+            grad = torch.cat(grads, -1)
+            grad_z = grad @ all_b
+            grad_x = torch.cat((grad_z, grad), -1) @ torch.cat((a, weight))
         grad_a = grad_z.flatten(0, -2).t() @ x.flatten(0, -2)
-        grad_b = grad.flatten(0, -2).t() @ z.flatten(0, -2)
-        return grad_x, None, None, grad_a, grad_b
+        ranks = [0 if part is None else part.shape[1] for part in b]
+        grad_b = [
+            grad.flatten(0, -2).t() @ own.flatten(0, -2) if own.shape[-1] else None
+            for grad, own in zip(grads, z.split(ranks, -1), strict=True)
+        ]
+        return None, grad_x, None, None, grad_a, *grad_b
+
+
+def _block_diagonal(b: Sequence[Tensor | None], outputs: Sequence[int], a: Tensor) -> Tensor:
+    """B of all layers [sum of outputs, ranks]: each in the columns of its own A; zero in the others."""
+    blocks, before = [], 0
+    for part, rows in zip(b, outputs, strict=True):
+        if part is None:
+            blocks.append(a.new_zeros(rows, len(a)))
+            continue
+        after = before + part.shape[1]
+        blocks.append(F.pad(part, (before, len(a) - after)))
+        before = after
+    return torch.cat(blocks)
 
 
 class LoraModules:
