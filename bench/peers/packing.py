@@ -82,7 +82,7 @@ def _loss(
     new = label_logprobs(hidden, body.head, queries)[0].double()
     old, gain = new.detach(), torch.tensor(advantage, dtype=torch.float64)
     ratio = torch.exp(new - old)
-    low, high = 1 - config.epsilon, 1 + config.clip_high
+    low, high = 1 - config.clip_low, 1 + config.clip_high
     term = -torch.minimum(ratio * gain, ratio.clamp(low, high) * gain)
     cap = torch.exp(old - torch.tensor(sampler, dtype=torch.float64)).clamp(max=2.0)
     return (torch.tensor(weight, dtype=torch.float64) * term * cap).sum()

@@ -45,8 +45,9 @@ class TrainConfig(BaseModel):
     loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"] = "grpo"
     """How labels are weighted and clipped; see learner/loss.py. `dpo` compares trajectories of a group
     in pairs, `sft` trains on every trajectory whatever its reward."""
-    epsilon: float = Field(default=0.2, gt=0)
-    """The ratio is clipped below at 1 - epsilon (and above at 1 + epsilon without epsilon_high)."""
+    epsilon: float | None = Field(default=None, gt=0)
+    """The ratio is clipped below at 1 - epsilon (and above at 1 + epsilon without epsilon_high).
+    Null: 0.2, and no lower bound for cispo."""
     epsilon_high: float | None = None
     """The ratio's upper bound is 1 + epsilon_high; cispo caps the ratio itself there (default 5)."""
     unit: Literal["rollout", "call"] = "rollout"
@@ -132,11 +133,18 @@ class TrainConfig(BaseModel):
         return self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
 
     @property
+    def clip_low(self) -> float:
+        """1 minus the lower bound of the ratio."""
+        if self.epsilon is not None:
+            return self.epsilon
+        return 1.0 if self.loss == "cispo" else 0.2
+
+    @property
     def clip_high(self) -> float:
         """The upper bound of the ratio, minus 1."""
         if self.epsilon_high is not None:
             return self.epsilon_high
-        return 4.0 if self.loss == "cispo" else self.epsilon
+        return 4.0 if self.loss == "cispo" else self.clip_low
 
 
 AUTO_BATCH = 2

@@ -76,6 +76,18 @@ def test_cispo_caps_the_ratio_and_keeps_the_gradient():
     assert sums["clip_frac"] == 1
 
 
+def test_cispo_bounds_the_ratio_below_where_epsilon_is_set_as_art_does():
+    # ratios 0.5, 6 and 6, advantages 1, 1 and -1; bounds 1 - 0.2 = 0.8 and 1 + 4 = 5
+    new = log(0.2, 0.6, 0.6).requires_grad_()
+    labels = row(
+        log(0.4, 0.1, 0.1), torch.tensor([1.0, 1.0, -1.0]).double(), torch.ones(3).double()
+    )
+    loss, sums = row_loss(new, labels, TrainConfig(loss="cispo", epsilon=0.2))
+    loss.backward()
+    assert new.grad is not None and new.grad.tolist() == pytest.approx([-0.8, -5.0, 5.0])
+    assert sums["clip_frac"] == 3  # the ratio of a negative advantage is bounded, too
+
+
 def test_weights_by_hand():
     labels = table([0, 0, 0, 1], call=[0, 0, 1, 2])
     # two rollouts of 3 and 1 labels

@@ -38,7 +38,7 @@ def clipped(
 ) -> tuple[Tensor, Tensor]:
     """PPO's term: no gain once the ratio leaves [1 - epsilon, 1 + epsilon_high]."""
     ratio = torch.exp(new - old)
-    low, high = 1 - config.epsilon, 1 + config.clip_high
+    low, high = 1 - config.clip_low, 1 + config.clip_high
     term = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     return term, ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
 
@@ -46,10 +46,10 @@ def clipped(
 def capped(
     new: Tensor, old: Tensor, advantage: Tensor, config: TrainConfig
 ) -> tuple[Tensor, Tensor]:
-    """CISPO's term: the ratio is a capped constant weight, so every token keeps its gradient."""
+    """CISPO's term: the ratio is a bounded constant weight, so every token keeps its gradient."""
     ratio = torch.exp(new.detach() - old)
-    high = 1 + config.clip_high
-    return -ratio.clamp(max=high) * advantage * new, (ratio > high) & (advantage > 0)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    return -ratio.clamp(low, high) * advantage * new, (ratio < low) | (ratio > high)
 
 
 def likelihood(
