@@ -22,12 +22,19 @@ _ON_POLICY_KEYS = (
 )
 """Keys of TrainConfig without effect on the losses dpo and sft."""
 _DPO_KEYS = ("dpo_beta", "dpo_pairs", "dpo_reference")
+_UNUSED = {
+    "grpo": ("dr_grpo_tokens", *_DPO_KEYS),
+    "dapo": ("unit", "dr_grpo_tokens", *_DPO_KEYS),
+    "dr_grpo": _DPO_KEYS,
+    "cispo": ("unit", "dr_grpo_tokens", *_DPO_KEYS),
+    "dpo": _ON_POLICY_KEYS,
+    "sft": (*_ON_POLICY_KEYS, *_DPO_KEYS),
+}
 
 
 def unused_keys(loss: object) -> tuple[str, ...]:
-    """Keys of TrainConfig that have no effect on this loss."""
-    on_policy = () if loss not in ("dpo", "sft") else _ON_POLICY_KEYS
-    return on_policy if loss == "dpo" else (*on_policy, *_DPO_KEYS)
+    """Keys of TrainConfig that have no effect on this loss; of the default loss, if it is None."""
+    return _UNUSED.get("grpo" if loss is None else str(loss), ())
 
 
 class TrainConfig(BaseModel):
@@ -48,10 +55,10 @@ class TrainConfig(BaseModel):
     epsilon: float | None = Field(default=None, gt=0)
     """The ratio is clipped below at 1 - epsilon (and above at 1 + epsilon without epsilon_high).
     Null: 0.2, and no lower bound for cispo."""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = Field(default=None, ge=0)
     """The ratio's upper bound is 1 + epsilon_high; cispo caps the ratio itself there (default 5)."""
     unit: Literal["rollout", "call"] = "rollout"
-    """What is one sequence for a loss that averages per sequence."""
+    """What is one sequence for grpo, which averages per sequence, and dr_grpo, which counts them."""
     dr_grpo_tokens: int = Field(default=1024, gt=0)
     """dr_grpo divides by sequences x this constant instead of by lengths."""
     scale_rewards: bool | None = None

@@ -109,6 +109,10 @@ def test_sft_trains_every_trajectory_whatever_reward_and_temperature(decoder: De
         ({"loss": "dpo", "beta": 0.1}, "Set dpo_beta"),
         ({"loss": "sft", "credit": "per_call"}, "credit is 'per_call', which has no effect"),
         ({"dpo_beta": 0.2}, "dpo_beta is 0.2, which has no effect on loss 'grpo'"),
+        ({"dr_grpo_tokens": 9}, "dr_grpo_tokens is 9, which has no effect on loss 'grpo'"),
+        ({"loss": "dapo", "unit": "call"}, "unit is 'call', which has no effect on loss 'dapo'"),
+        ({"loss": "cispo", "unit": "call"}, "unit is 'call', which has no effect on loss 'cispo'"),
+        ({"epsilon_high": -0.5}, "epsilon_high\n.*greater than or equal to 0"),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str):
