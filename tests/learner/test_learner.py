@@ -260,6 +260,8 @@ def test_a_non_finite_job_changes_nothing(
     )  # fmt: skip
     with pytest.raises(NonFinite, match=f"optimizer step 2, micro-batch 0: {what} is"):
         learner.train([*groups[:2], huge], config)
+    with pytest.raises(NonFinite, match="optimizer step 0, micro-batch 0: the adapter's norm is"):
+        learner.train(groups[:1], TrainConfig(learning_rate=1e39))
     assert all(torch.equal(a, b) for a, b in zip(before, copies(learner), strict=True))
 
 

@@ -217,6 +217,10 @@ class _Job:
             reference = [self._score(i, "reference", lora) for i in range(len(batches))]
         for i in range(len(batches)):
             self._step(i, old[i], reference[i])
+        if batches:  # no loss follows the last step, so nothing else would show an overflow
+            leaves = [leaf.detach() for _, leaf in self.learner.optimizer.parameters]
+            last = len(batches) - 1, len(batches[-1].rows) - 1
+            _finite(get_total_norm(leaves).item(), "the adapter's norm", *last)
 
     def _step(self, index: int, old: Tensor | None, reference: Tensor | None) -> None:
         batch, config = self.batches[index], self.config
