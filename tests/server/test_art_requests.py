@@ -104,6 +104,8 @@ def test_the_constant_of_nats_plugin_gives_way_to_what_its_user_wrote() -> None:
     # Any other value was written by somebody.
     config = {"learning_rate": 1e-4, "beta": 0.2}
     assert job_config(config, {}, spec).config == config
+    listed = spec.model_copy(update={"defaults": {"learning_rates": [1e-4, 1e-5]}})
+    assert job_config({"learning_rate": 5e-05}, {}, listed).config == {}
     # Without trainer_args the constant is all there is.
     assert job_config({"learning_rate": 5e-05}, {}, spec_of()).config == {"learning_rate": 5e-05}
 

@@ -203,6 +203,13 @@ async def test_a_job_says_what_it_is_trained_with(open_api: Open):
     assert (await api.ask("GET", f"{JOBS}/{accepted.id}"))["config"] == config.model_dump()
 
 
+async def test_a_requested_learning_rate_replaces_the_list_of_the_model(open_api: Open):
+    api = await open_api(held=True)
+    await api.register(defaults={"learning_rates": [1e-4, 1e-5]})
+    assert (await api.submit()).config.learning_rate_of(1) == 1e-5
+    assert (await api.submit(config={"learning_rate": 1e-3})).config.learning_rate_of(1) == 1e-3
+
+
 async def test_jobs_are_listed_the_newest_first(api: Api):
     await api.register(name="other")
     first = await api.submit()

@@ -249,7 +249,7 @@ def job_config(
     if uncapped:
         read.fields["importance_cap"] = None
     for key, unsaid in (("learning_rate", PLUGIN_LEARNING_RATE), ("beta", 0)):
-        if key in spec.defaults and read.fields.get(key) == unsaid:
+        if {key, f"{key}s"} & spec.defaults.keys() and read.fields.get(key) == unsaid:
             del read.fields[key]
     read.checked(TrainConfig)
     return JobConfig(read.fields, plot_tensors, sorted(read.not_applicable))

@@ -240,10 +240,12 @@ def train_config(
 ) -> TrainConfig:
     """The config of a job: requested values, else the model's defaults, else hone's.
 
-    Defaults for another loss are left out; a requested key without effect is refused.
+    Defaults for another loss are left out, and default `learning_rates` where a `learning_rate` is
+    requested; a requested key without effect is refused.
     """
     loss = requested.get("loss", defaults.get("loss"))
-    defaults = {key: v for key, v in defaults.items() if key not in unused_keys(loss)}
+    unused = {*unused_keys(loss), *(["learning_rates"] if "learning_rate" in requested else [])}
+    defaults = {key: v for key, v in defaults.items() if key not in unused}
     json_text(requested, (field,))
     known = TrainConfig.model_fields
     wrong = [
