@@ -23,10 +23,11 @@ from pydantic import (
     Field,
     JsonValue,
     StringConstraints,
+    field_validator,
     model_validator,
 )
 
-from hone.train_config import TrainConfig
+from hone.train_config import TrainConfig, unused_keys
 from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has it
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -295,6 +296,15 @@ class JobInfo(Strict):
     reason: str | None = None
     """Why there was no gradient step."""
     failure: Failure | None = None
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _without_unused_keys(cls, config: Any) -> Any:
+        """A stored job may have keys that are refused today because its loss does not use them."""
+        if not isinstance(config, dict):
+            return config
+        unused = unused_keys(config.get("loss"))
+        return {key: value for key, value in config.items() if key not in unused}
 
     @property
     def key(self) -> ModelKey:
