@@ -220,6 +220,10 @@ async def test_an_engine_that_does_not_wake_has_failed_and_holds_no_request(
         async with asyncio.timeout(PATIENCE_S):
             await waiting
     await engine.close()
+    # The server has replaced it: a job that still uses it is told to try again.
+    for adapter in (None, AdapterRef("m", 1, "0" * 64)):
+        with pytest.raises(EngineFailed, match="vLLM did not wake"):
+            await engine.probe([[1, 2]], adapter)
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -217,6 +217,36 @@ async def test_an_engine_that_breaks_under_a_job_costs_it_a_retry(tiny_model: Pa
         )  # what was saved is not learned again
 
 
+async def test_a_step_is_proved_by_the_engine_that_replaced_a_broken_one(
+    tiny_model: Path, tmp_path: Path
+):
+    opened: list[Fragile] = []
+
+    def fragile(name: str) -> Fragile:
+        opened.append(Fragile(Decoder.load(Path(name)), kv_budget_bytes=1 << 24))
+        return opened[-1]
+
+    class Unlucky(LearnerHere):
+        """While it learns its second step, the engine breaks and the next request opens another."""
+
+        def train(self, *args: Any, **more: Any) -> Any:
+            if more["base_step"]:
+                opened[0].broken = True
+                for expected in (503, 200):
+                    asked = asyncio.run_coroutine_threadsafe(chat(server), loop)
+                    assert asked.result(PATIENCE_S).status_code == expected
+            return super().train(*args, **more)
+
+    loop, root = asyncio.get_running_loop(), tmp_path / "hone"
+    async with SmallServer.started(root, open_engine=fragile, start_learner=Unlucky) as server:
+        await server.trained(tiny_model, 0)
+        record = server.models.find("agent")
+        job = await server.ended(server.submit(record, token_groups(first=10)).id)
+        assert (job.state, job.step, job.retries) == ("done", 2, 0), job
+        assert len(opened) == 2
+        assert (await server.serving.resolve("agent")).step == 2
+
+
 async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_says_so(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

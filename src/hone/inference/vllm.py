@@ -391,6 +391,7 @@ class VllmEngine:
         if adapter is None:
             return self._base
         if adapter.sha256 not in self._adapters:
+            self._client.check_open()  # one that was replaced holds nothing
             served = ", ".join(name[:16] for name in self._adapters) or "the base model only"
             raise EngineError(
                 f"step {adapter.step} of {adapter.model!r} (hash {adapter.sha256[:16]}) is not "

@@ -225,7 +225,7 @@ class VllmClient:
         return self._end_error()
 
     def _end_error(self) -> EngineError:
-        if self.closed:
+        if self.failure is None:  # a failed one is closed too, before the next one opens
             return EngineError("the engine was closed; the request was not finished")
         return EngineFailed(
             f"the engine failed and the request was not finished. Send it again: the server "

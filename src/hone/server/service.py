@@ -213,8 +213,10 @@ class TrainingService:
         if not checkpoint.proved:
             # Publish, beside the step that is served.
             if job.id not in self._probing:  # an earlier attempt saved the step
-                self._probe_before(job, base, record, newest, checkpoint.manifest["movement"])
+                self._probe_before(job, record, newest, checkpoint.manifest["movement"])
             failpoint("job/before-publish")
+            # Another engine, if the one from before learning failed meanwhile.
+            base = await serving.engines.base(job.base_model)
             after = await serving.publish(record, checkpoint)
             failpoint("job/after-publish")
             held_s = base.engine.stats().held_s
@@ -295,7 +297,7 @@ class TrainingService:
                 return None, result
             # While the step is saved: requests that wait for it then wait for only half of the
             # proof.
-            self._probe_before(job, base, record, newest, result["movement"])
+            self._probe_before(job, record, newest, result["movement"])
             load = self._loading(record, asyncio.get_running_loop())
             saving = self._stages.save, learner, job, result, base, record, load
             try:
@@ -303,7 +305,7 @@ class TrainingService:
             except Exception:
                 unsaved = AdapterRef(job.model, newest.step + 1, result["sha256"])
                 with suppress(EngineError):
-                    await base.adapters.withdraw(unsaved)
+                    await self._serving.withdraw(record, unsaved)
                 raise
             failpoint("job/after-save")
             return checkpoint, result
@@ -353,7 +355,6 @@ class TrainingService:
     def _probe_before(
         self,
         job: JobInfo,
-        base: Base,
         record: ModelRecord,
         newest: Checkpoint,
         movement: Mapping[str, Any],
@@ -361,6 +362,7 @@ class TrainingService:
         """Start the engine's probe of the previous step; does not wait for it."""
 
         async def probe() -> Probe:
+            base = await self._serving.engines.base(job.base_model)
             before = None if newest.step == 0 else await self._serving.publish(record, newest)
             return await base.engine.probe(movement["sequences"], before, with_hash=False)
 

@@ -228,6 +228,12 @@ class Serving:
         base.adapters.unproved.add(checkpoint.sha256)
         return await self._load(base, record, checkpoint)
 
+    async def withdraw(self, record: ModelRecord, adapter: AdapterRef) -> None:
+        """Unload a step that was not promoted, if its engine is open."""
+        base = self.engines.loaded().get(record.spec.base_model)
+        if base is not None:
+            await base.adapters.withdraw(adapter)
+
     async def _load(self, base: Base, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         base.check_made_for(checkpoint)
         adapter = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
