@@ -19,13 +19,14 @@ from hone.errors import (
     Busy,
     Conflict,
     EngineError,
+    EngineFailed,
     NotFound,
     Unavailable,
     UnknownModel,
     Unreachable,
 )
 from hone.inference.base import AdapterRef, Engine, Sampling
-from hone.server.serving import Serving
+from hone.server.serving import Base, Serving
 from hone.server.state import State
 from hone.server.tokenizer import FIXED, PARTS, BaseTokenizer, differing
 from hone.store.models import ModelRecord
@@ -624,6 +625,75 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
         assert isinstance(error, Unavailable) and "0.1 s (pause_s)" in str(error)
     await world.serving.engines.ready()
     assert engine._awake.is_set()
+
+
+class Mortal(ScriptedEngine):
+    """Refuses to sleep once it has failed, as engines do; `dies` as it goes to sleep."""
+
+    dies = asleep = False
+
+    async def sleep(self) -> None:
+        self.failure = EngineFailed("exit status -9") if self.dies else self.failure
+        if self.failure is not None:
+            raise self.failure
+        self.asleep = True
+
+
+@pytest.mark.parametrize("moment", ["before", "as it goes to sleep", "while it sleeps"])
+async def test_an_engine_that_fails_is_opened_again_after_the_pause(
+    world: World, moment: str
+) -> None:
+    """No job of another base model fails for it, and the learner has the memory to itself."""
+    engines, events, opened = world.serving.engines, list[str](), list[Mortal]()
+
+    def open_engine(name: str) -> Mortal:
+        opened.append(Mortal(tokenizer=world.tokenizer))
+        events.append("opened")
+        return opened[-1]
+
+    engines._open_engine = open_engine
+    first = (await engines.base(world.tiny)).engine
+    assert first is opened[0]
+    opened[0].dies = moment == "as it goes to sleep"
+    opened[0].failure = EngineFailed("exit status -9") if moment == "before" else None
+    async with asyncio.timeout(PATIENCE_S):
+        async with engines.paused():
+            opened[0].failure = EngineFailed("exit status -9")
+            assert engines.status()["status"] == "restarting"
+            waiting = asyncio.create_task(engines.base(world.tiny))
+            while not opened[0].closed:
+                await asyncio.sleep(0)
+            for _ in range(3):  # as far as it gets
+                await asyncio.to_thread(lambda: None)
+            events.append("trained")
+        assert (await waiting).engine is opened[1] and not opened[1].asleep
+    assert events == ["opened", "trained", "opened"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_pause_waits_for_an_engine_that_is_being_loaded(world: World, dies: bool) -> None:
+    engines, loading, go_on = world.serving.engines, threading.Event(), threading.Event()
+    engine = Mortal(tokenizer=world.tokenizer)
+    engine.dies = dies
+
+    def open_engine(name: str) -> Mortal:
+        loading.set()
+        assert go_on.wait(PATIENCE_S)
+        return engine
+
+    engines._open_engine = open_engine
+    opening = asyncio.create_task(engines.base(world.tiny))
+    await asyncio.to_thread(loading.wait, PATIENCE_S)
+    with pytest.raises(Unavailable, match=r"an engine was still being loaded after 0\.1 s"):
+        async with engines.paused():
+            raise AssertionError("trained while an engine took the memory")
+    engines._settings = world.state.settings.model_copy(update={"pause_s": PATIENCE_S})
+    async with asyncio.timeout(PATIENCE_S):
+        asyncio.get_running_loop().call_soon(go_on.set)
+        async with engines.paused():
+            assert engine.asleep or engine.closed  # one that nobody gets is not left running
+        (result,) = await asyncio.gather(opening, return_exceptions=True)
+    assert isinstance(result, EngineFailed if dies else Base) and engine.closed is dies
 
 
 async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_it(

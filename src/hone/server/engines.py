@@ -9,7 +9,7 @@ engine that fails repeatedly is reopened at growing intervals; requests between 
 refused.
 
 While a job trains on the device that the engines use, they sleep and requests wait, up to a time
-limit. Pauses are counted: when the last one ends, for whatever reason, requests continue, even if
+limit. No engine is opened meanwhile: the learner has the memory. Pauses are counted: when the last one ends, for whatever reason, requests continue, even if
 an engine does not wake.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from hone.errors import Unavailable
+from hone.errors import EngineError, Unavailable
 from hone.inference.base import Engine, EngineStats
 from hone.logs import log, say, write_output
 from hone.server.adapters import Adapters
@@ -75,6 +75,7 @@ class Engines:
         self._unpaused.set()
         # Held while engines go to sleep or wake: both take seconds, and two base models may train.
         self._switching = asyncio.Lock()
+        self._opening: set[asyncio.Task[Engine]] = set()
 
     async def tokenizer(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
@@ -216,12 +217,12 @@ class Engines:
             except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
                 log.error("an engine did not close", exc_info=error)
             usage.old = None
+        await self._unpaused.wait()  # until then, its memory may be the learner's
         say("loading", base_model=base_model)
-        engine = await asyncio.to_thread(self._open_engine, base_model)
-        if self._pauses:
-            async with self._switching:
-                if self._pauses:  # it sleeps until the end of the pause, like the others
-                    await engine.sleep()
+        opening = asyncio.create_task(self._open_or_close(base_model))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        engine = await opening
         usage.opened_at = usage.used_at = time.monotonic()
         usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
         say("loaded", base_model=base_model)
@@ -236,6 +237,19 @@ class Engines:
             engine=engine,
             adapters=Adapters(engine, self._settings.max_adapters),
         )
+
+    async def _open_or_close(self, base_model: str) -> Engine:
+        """An engine; asleep, like the others, if a pause began while it was opened."""
+        engine = await asyncio.to_thread(self._open_engine, base_model)
+        try:
+            if self._pauses:
+                async with self._switching:
+                    if self._pauses:
+                        await engine.sleep()
+        except BaseException:
+            await engine.close()  # nobody else has it
+            raise
+        return engine
 
     def _check(self, base_model: str) -> None:
         """Replace an engine that has failed, immediately after its first failure."""
@@ -261,13 +275,13 @@ class Engines:
     async def paused(self) -> AsyncIterator[None]:
         """Let running requests end; in the block, hold new ones and free the engines' KV cache.
 
-        Raises Unavailable, without a pause, if running requests do not end within `pause_s`.
+        Raises Unavailable, without a pause, if running requests and loads do not end within
+        `pause_s`.
         """
         self._pauses += 1
         self._unpaused.clear()
         try:
-            async with self._switching:
-                await self._sleep()
+            await self._sleep()
             yield
         finally:
             self._pauses -= 1
@@ -277,14 +291,29 @@ class Engines:
                 await asyncio.shield(self._wake())
 
     async def _sleep(self) -> None:
+        pause_s, late = self._settings.pause_s, "an engine was still being loaded"
         try:
-            async with asyncio.timeout(self._settings.pause_s):
-                await asyncio.gather(*(base.engine.sleep() for base in self.loaded().values()))
+            async with asyncio.timeout(pause_s):
+                if self._opening:  # they need memory; no other begins before the end of the pause
+                    await asyncio.wait(self._opening)
+                async with self._switching:
+                    late = "answers were still being sampled"
+                    await asyncio.gather(*map(self._put_to_sleep, self.loaded().items()))
         except TimeoutError:
             raise Unavailable(
-                "serving could not be paused for training: answers were still being sampled after "
-                f"{self._settings.pause_s:g} s (pause_s). Requests are served, and the job tries again."
+                f"serving could not be paused for training: {late} after {pause_s:g} s (pause_s). "
+                "Requests are served, and the job tries again."
             ) from None
+
+    async def _put_to_sleep(self, loaded: tuple[str, Base]) -> None:
+        """Free an engine's memory. One that fails has none; it is replaced after the pause."""
+        base_model, base = loaded
+        try:
+            await base.engine.sleep()
+        except EngineError:
+            if base.engine.failure is None:
+                raise
+            self._check(base_model)
 
     async def _wake(self) -> None:
         async with self._switching:
