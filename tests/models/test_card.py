@@ -137,3 +137,21 @@ def test_the_advice_has_values_that_fit():
     # Sequences that are short already can still be halved.
     text = memory_advice(24 * GB, needs("3B", 300), utilization=0.95)
     assert "reduce max_seq_length to 150;" in text and "gpu_memory_utilization to 0." in text
+
+
+@pytest.mark.parametrize(("size", "total", "utilization"), [("3B", 24, 0.9), ("7B", 48, 0.95)])
+def test_the_advice_fits_a_server_that_goes_on_serving(size: str, total: int, utilization: float):
+    """vLLM does not sleep: its share must leave room for the learner."""
+    with pytest.raises(ModelTooLarge) as refused:
+        plan_card(total * GB, needs(size, 32768), utilization=utilization, sleep=False)
+    share = re.search(r"reduce gpu_memory_utilization to ([\d.]+);", str(refused.value))
+    length = re.search(r"reduce max_seq_length to (\d+);", str(refused.value))
+    assert share is not None and length is not None, refused.value
+    advised = needs(size, int(length[1]))
+    plan_card(total * GB, advised, utilization=float(share[1]), sleep=False)
+
+
+def test_a_share_that_is_too_small_is_to_be_increased():
+    # 0.2 of 48 is 9.6, less than the weights (15.2): (15.2 + 4 + 4096 tokens, 0.2) / 48 = 0.41.
+    text = memory_advice(48 * GB, needs("7B"), utilization=0.2)
+    assert "increase gpu_memory_utilization to 0.41;" in text

@@ -130,7 +130,7 @@ def plan_card(
     problem = _problem(plan, needs, planned=utilization is None)
     if problem is None:
         return plan
-    advice = memory_advice(total, needs, utilization=utilization)
+    advice = memory_advice(total, needs, utilization=utilization, sleep=sleep)
     raise ModelTooLarge(f"CUDA out of memory: {problem}.\n{advice}")
 
 
@@ -178,22 +178,27 @@ def memory_advice(
     needs: Needs,
     *,
     utilization: float | None = None,
+    sleep: bool | None = None,
     generations: int | None = None,
     tensor_parallel: int = 1,
 ) -> str:
-    """What to do when memory was exhausted: the four settings, with values that would fit."""
+    """What to do when memory was exhausted: the four settings, with values that would fit.
+
+    `utilization` and `sleep` as for `plan_card`.
+    """
     fewer = "" if generations is None else f" to {max(2, generations // 2)}"
     rest = (
         f"reduce num_generations{fewer}; or increase tensor_parallel_size to {2 * tensor_parallel}, "
         "with as many GPUs."
     )
     for length in _shorter(needs.max_length):
-        plan = _divided(total, replace(needs, max_length=length), None, None)
+        plan = _divided(total, replace(needs, max_length=length), None, sleep)
         if _problem(plan, needs=replace(needs, max_length=length)) is None:
             share = min(plan.utilization, (utilization or 1.0) - 0.1)
             least = (needs.weights + OVERHEAD + length * needs.kv_token) / total
+            change = "increase" if least > (utilization or 1.0) else "reduce"
             return (
-                f"What would fit on a GPU of {gb(total)} GB: reduce gpu_memory_utilization to "
+                f"What would fit on a GPU of {gb(total)} GB: {change} gpu_memory_utilization to "
                 f"{max(share, least):.2f}; reduce max_seq_length to {length}; {rest}"
             )
     return f"Nothing of this model fits on a GPU of {gb(total)} GB: choose a smaller base_model; or {rest}"

@@ -207,12 +207,14 @@ class EngineChoice:
         plan, gpus = self._current(base_model), self.gpus(base_model)
         if self.vllm is None or gpus.shared is None:
             return None
-        sleep = plan.args.get("enable_sleep_mode")
-        if self._settings.serving_during_training == "continue":
-            sleep = False
         share = plan.args.get("gpu_memory_utilization")
         total, needs = self._needs(base_model, plan, gpus)
-        return plan_card(total, needs, utilization=share, sleep=sleep)
+        return plan_card(total, needs, utilization=share, sleep=self._sleep(plan))
+
+    def _sleep(self, plan: Plan) -> bool | None:
+        """Whether vLLM must sleep while the learner trains, or must not; None: the plan decides."""
+        continues = self._settings.serving_during_training == "continue"
+        return False if continues else plan.args.get("enable_sleep_mode")
 
     def less_memory(self, base_model: str, generations: int | None = None) -> str:
         """Advice for a GPU that ran out of memory, with values that would fit."""
@@ -224,6 +226,7 @@ class EngineChoice:
             total,
             needs,
             utilization=plan.args.get("gpu_memory_utilization"),
+            sleep=self._sleep(plan),
             generations=generations,
             tensor_parallel=len(gpus.inference) or 1,
         )
