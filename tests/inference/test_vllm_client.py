@@ -157,9 +157,12 @@ class OwnStandin(Standin):
         if body["method"] == "hone_hash":
             (given,) = body["args"] or [max(self.ids_of.values(), default=0)]
             return {"results": [{"held": True, "id": given, "dtypes": ["float32"]}]}
-        if body["method"] == "remove_lora":
-            return {"results": [None]}
         (adapter,) = body["args"]
+        if body["method"] == "remove_lora":
+            self.ids_of = {path: one for path, one in self.ids_of.items() if one != adapter}
+            return {"results": [None]}
+        if adapter not in self.ids_of.values():
+            return {"results": [{"held": False}]}
         (path,) = [path for path, number in self.ids_of.items() if number == adapter]
         if self.unready:
             self.unready -= 1
@@ -249,6 +252,32 @@ async def test_the_digest_is_compared_again_after_waking(
     else:
         assert engine.failure is None
         await complete(engine, [1, 2, 3], Sampling(max_tokens=1), adapter[0])
+    await engine.close()
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_an_adapter_unloaded_as_vllm_wakes_does_not_fail_it(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tmp_path: Path,
+    asleep: bool,
+) -> None:
+    """Unloading begins while vLLM sleeps, or while its digests are compared."""
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    await engine.publish(*adapter)
+    await engine.sleep()
+    standin.unready = 20  # the comparison after waking takes a while
+    standin.calls.clear()
+    unloading = asyncio.create_task(engine.unload(adapter[0])) if asleep else None
+    await asyncio.sleep(0)
+    waking = asyncio.create_task(engine.wake())
+    async with asyncio.timeout(PATIENCE_S):
+        while "hone_digests" not in standin.calls and not waking.done():
+            await asyncio.sleep(0.001)
+        await (unloading or engine.unload(adapter[0]))
+        await waking
+    assert engine.failure is None and engine.stats().adapters == ()
     await engine.close()
 
 

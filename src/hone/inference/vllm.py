@@ -21,7 +21,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -162,23 +162,26 @@ class VllmEngine:
         if not self._running:
             self._idle.set()
 
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """The engine is awake while the block runs."""
+        await self._admit()
+        try:
+            yield
+        finally:
+            self._leave()
+
     # ---- adapters -----------------------------------------------------------------------------
 
     async def publish(self, adapter: AdapterRef, directory: Path) -> None:
         """Load an adapter and prove that vLLM holds its tensors; raises EngineError if not."""
-        async with self._changing:
-            await self._admit()
-            try:
-                if adapter.sha256 not in self._adapters:
-                    staged = await asyncio.to_thread(self._stage, adapter, directory)
-                    await self._load(staged)
-            finally:
-                self._leave()
+        async with self._changing, self._admitted():
+            if adapter.sha256 not in self._adapters:
+                await self._load(await asyncio.to_thread(self._stage, adapter, directory))
 
     def _stage(self, adapter: AdapterRef, directory: Path) -> StagedAdapter:
-        return stage(
-            adapter, directory, self._directory / adapter.sha256, max_rank=self._server.max_rank
-        )
+        path, most = self._directory / adapter.sha256, self._server.max_rank
+        return stage(adapter, directory, path, max_rank=most)
 
     async def _load(self, staged: StagedAdapter) -> None:
         name = staged.ref.sha256
@@ -241,8 +244,8 @@ class VllmEngine:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def unload(self, adapter: AdapterRef) -> None:
-        async with self._changing:
-            self._client.check_open()
+        # Not while vLLM wakes, and every adapter that it must hold is compared.
+        async with self._changing, self._admitted():
             staged = self._adapters.pop(adapter.sha256, None)
             if staged is None:
                 return
@@ -274,8 +277,7 @@ class VllmEngine:
         name = self._name(adapter)
         # One token less, because vLLM samples one token after those that it scores.
         check_sequences(sequences, self._vocab, self._max_length - 1)
-        await self._admit()
-        try:
+        async with self._admitted():
             staged = self._adapters.get(name) if with_hash and self._client.url is None else None
             await self._begin_hashing(staged)
             # One at a time: vLLM computes all logits of a request in one step, and other requests
@@ -286,8 +288,6 @@ class VllmEngine:
                 held = await self._digests(staged)
                 sha256 = combined(held) if staged.compare(held) else staged.ref.sha256
             return Probe(sha256=sha256, logprobs=tuple(scores))
-        finally:
-            self._leave()
 
     async def _score(self, name: str, ids: Sequence[int]) -> tuple[float, ...]:
         """The log-probability of every token but the first, at temperature 1."""
