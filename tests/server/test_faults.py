@@ -13,6 +13,7 @@ from tests.server.conftest import MakeServer
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 from tests.store.test_checkpoints import filler, readable_again, unreadable
 
+from hone.errors import EngineFailed
 from hone.inference.embedded import EmbeddedEngine
 from hone.models.decoder import Decoder
 from hone.server import state, supervision
@@ -245,6 +246,31 @@ async def test_a_step_is_proved_by_the_engine_that_replaced_a_broken_one(
         assert (job.state, job.step, job.retries) == ("done", 2, 0), job
         assert len(opened) == 2
         assert (await server.serving.resolve("agent")).step == 2
+
+
+async def test_an_engine_that_cannot_be_opened_again_at_once_is_tried_again_without_a_request(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    opened: list[Fragile | None] = []
+
+    def fragile(name: str) -> Fragile:
+        opened.append(None)
+        if len(opened) == 2:
+            raise EngineFailed("its memory is not free yet")
+        opened[-1] = Fragile(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+        return opened[-1]
+
+    async with SmallServer.started(tmp_path / "hone", open_engine=fragile) as server:
+        server.models.register(spec(tiny_model))
+        assert (await chat(server)).status_code == 200
+        assert opened[0] is not None
+        opened[0].broken = True
+        assert (await chat(server)).status_code == 503
+        async with asyncio.timeout(PATIENCE_S):
+            while (await health(server))["status"] != "ok":
+                await asyncio.sleep(0.01)
+        assert len(opened) == 3 and "its memory is not free yet" in caplog.text
+        assert (await chat(server)).status_code == 200
 
 
 async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_says_so(

@@ -259,15 +259,27 @@ class Engines:
         usage = self._usage_of(base_model)
         if time.monotonic() > usage.opened_at + STEADY_S:
             usage.part.recover()
+        del self._bases[base_model]
+        usage.old = base.engine
+        self._restart_later(base_model, failure)
+
+    def _restart_later(self, base_model: str, failure: BaseException) -> None:
+        """Log a failure of the engine, or of its restart, and start it at once or after a while."""
+        usage = self._usage_of(base_model)
         usage.part.fail(failure)
         _write(f"{base_model}: failed: {failure}")
         failure.__traceback__ = None  # logged; it would keep the old weights alive
-        del self._bases[base_model]
-        usage.old = base.engine
         failures = usage.part.failures
         wait_s = backoff_s(failures - 1) if failures > 1 else 0.0
         usage.retry_at = time.monotonic() + wait_s
-        usage.restart = asyncio.get_running_loop().call_later(wait_s, self._start, base_model)
+        usage.restart = asyncio.get_running_loop().call_later(wait_s, self._restart, base_model)
+
+    def _restart(self, base_model: str) -> None:
+        def ended(load: "asyncio.Task[Base]") -> None:
+            if not load.cancelled() and (error := load.exception()) is not None:
+                self._restart_later(base_model, error)
+
+        self._start(base_model).add_done_callback(ended)
 
     # ---- pauses -----------------------------------------------------------------------------
 
