@@ -9,8 +9,8 @@ engine that fails repeatedly is reopened at growing intervals; requests between 
 refused.
 
 While a job trains on the device that the engines use, they sleep and requests wait, up to a time
-limit. No engine is opened meanwhile: the learner has the memory. Pauses are counted: when the last one ends, for whatever reason, requests continue, even if
-an engine does not wake.
+limit. No engine is opened meanwhile: the learner has the memory. Pauses are counted: when the last
+one ends, for whatever reason, requests continue, even if an engine does not wake.
 """
 
 import asyncio
