@@ -519,6 +519,7 @@ def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 2**63}, "top_k", "less than 2147483648"),
         ({"min_p": 2}, "min_p", "less than or equal to 1"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"seed": 2**70}, "seed", "less than"),

@@ -232,6 +232,7 @@ def test_keys_that_change_nothing_are_accepted():
         ({"max_tokens": None}, "max_tokens", "missing"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
         ({"max_tokens": "9"}, "max_tokens", "valid integer, got '9'"),
+        ({"top_k": 2**63}, "top_k", "less than 2147483648"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": None}, "messages", "missing"),
         ({"model": None}, "model", "missing"),

@@ -133,7 +133,7 @@ class CountRequest(GenerationBody):
     """What does not fit into the context is cut off."""
     stop_sequences: list[_Stop] = Field(default=[], max_length=16)
     """Up to 16 strings that end the answer."""
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 keep every token."""
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None

@@ -93,7 +93,7 @@ class _Request(GenerationBody):
     n: int | None = Field(default=None, ge=1)
     """How many answers to sample."""
     max_tokens: int | None = Field(default=None, ge=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     """0 and -1 keep every token."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
