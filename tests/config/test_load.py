@@ -95,7 +95,7 @@ def test_variables_and_defaults(write: Write, monkeypatch: pytest.MonkeyPatch):
     file = write("""
         url: http://${HOST}:8000/v1
         default: ${UNSET:-http://localhost:8000/v1 # not a comment}
-        empty: [${EMPTY:-full}, "${EMPTY}", '${HOST}']
+        empty: [${EMPTY:-full}, "${EMPTY:-}", 'a${EMPTY}', '${HOST}']
         literal: $${HOST} $HOST ${not a variable}
         ${HOST}: key
         # ${UNSET} in a comment is nobody's
@@ -103,20 +103,24 @@ def test_variables_and_defaults(write: Write, monkeypatch: pytest.MonkeyPatch):
     assert load(file).data == {
         "url": "http://example.org:8000/v1",
         "default": "http://localhost:8000/v1 # not a comment",
-        "empty": ["full", "", "example.org"],
+        "empty": ["full", "", "a", "example.org"],
         "literal": "${HOST} $HOST ${not a variable}",
         "example.org": "key",
     }
 
 
-def test_an_unset_variable_is_a_problem_and_not_an_empty_value(
+def test_an_unset_or_empty_variable_is_a_problem_and_not_an_empty_value(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("TRAINING_API_KEY", raising=False)
-    loaded = load(write("a:\n  api_key: ${TRAINING_API_KEY}\n"))
-    assert [str(p) for p in loaded.problems] == [
+    monkeypatch.setenv("EMPTY", "")
+    file = write("a:\n  api_key: ${TRAINING_API_KEY}\n  base_url: ${EMPTY}\n  model: '${EMPTY}'\n")
+    empty = "${EMPTY} is empty in the environment; give it a value, or write ${EMPTY:-DEFAULT}"
+    assert [str(p) for p in load(file).problems] == [
         "a.yml:2: a.api_key: ${TRAINING_API_KEY} is not set in the environment; set it, or write "
-        "${TRAINING_API_KEY:-DEFAULT}"
+        "${TRAINING_API_KEY:-DEFAULT}",
+        f"a.yml:3: a.base_url: {empty}",
+        f"a.yml:4: a.model: {empty}",
     ]
 
 

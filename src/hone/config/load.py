@@ -226,7 +226,8 @@ class _Reader:
         return value
 
     def _substituted(self, text: str, path: Keys, line: int) -> str | None:
-        missing = []
+        missing: list[str] = []
+        empty: list[str] = []
 
         def value(match: re.Match[str]) -> str:
             variable = self.variables[int(match[1])]
@@ -235,18 +236,17 @@ class _Reader:
             text_value = os.environ.get(variable[1])
             if not text_value and variable[2] is not None:
                 return variable[2]
-            if text_value is None:
-                missing.append(variable[1])
+            if not text_value:
+                (missing if text_value is None else empty).append(variable[1])
             return text_value or ""
 
         done = _STAND_IN.sub(value, text)
-        for name in missing:
-            self._problem(
-                path,
-                line,
-                f"${{{name}}} is not set in the environment; set it, or write ${{{name}:-DEFAULT}}",
-            )
-        return None if missing else done
+        problems = [(name, "is not set in the environment; set it") for name in missing]
+        if not done:  # it could mean the key's default: for base_url, OpenAI's own address
+            problems += [(name, "is empty in the environment; give it a value") for name in empty]
+        for name, reason in problems:
+            self._problem(path, line, f"${{{name}}} {reason}, or write ${{{name}:-DEFAULT}}")
+        return None if problems else done
 
     def _text_of(self, value: str, path: Keys, line: int) -> str | None:
         name = Path(value.removeprefix("file://"))
