@@ -213,6 +213,19 @@ def test_a_damaged_run_file_is_named(tmp_path: Path):
         Journal.open(tmp_path, FACTS)
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("left", ["events.jsonl", "trajectories", "submissions"])
+def test_files_of_a_run_without_its_run_file_are_not_taken_for_a_new_one_s(
+    tmp_path: Path, left: str, fresh: bool
+):
+    (tmp_path / left).touch()
+    with pytest.raises(
+        StateError, match=rf"run\.json: missing, but .* holds {left} .*move .* away"
+    ):
+        Journal.open(tmp_path, FACTS, fresh=fresh)
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_close_twice_is_close(tmp_path: Path):
     journal = Journal.open(tmp_path, FACTS)
     journal.close()
@@ -300,6 +313,7 @@ def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path
         del old[key]
     recorded = trajectory | {"metadata": {**metadata, "calls": ["c1"], "reasoning": "good"}}
     foreign = trajectory | {"metadata": {**metadata, "calls": None, "tools": []}}
+    Journal.open(tmp_path, FACTS).close()
     (tmp_path / "trajectories").mkdir()
     lines = [
         {**old, "trajectory": recorded},

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_json
 
 from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
+from hone.event_log import FILE as EVENTS
 from hone.event_log import EventLog, first_error
 from hone.finetune.fingerprint import differences
 from hone.finetune.records import event_fields, trajectory_of
@@ -216,6 +217,12 @@ def plan_start(directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool) 
     try:
         run = RunFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
+        # Without it, events of another configuration would count as this run's: "nothing to do".
+        if left := [n for n in (EVENTS, "trajectories", "submissions") if (directory / n).exists()]:
+            raise StateError(
+                f"{path}: missing, but {directory} holds {', '.join(left)} of a run. Put the file "
+                f"back to resume that run, or move {directory} away to start a new one."
+            ) from None
         return Start()
     except ValidationError as error:
         raise StateError(
