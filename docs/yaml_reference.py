@@ -46,9 +46,8 @@ A configuration file states what to run, how to score it and how to train it. `h
 of `_type`, including those of plugins.
 
 - Numbers may be written as `1e-6`. `${{VAR}}` is an environment variable, `${{VAR:-default}}` one
-  with a default. A variable that is not set, or that leaves the value
-  empty, is an error without a default; `${{VAR:-}}` allows it. `$${{VAR}}` is the text
-  `${{VAR}}`.
+  with a default. A variable that is not set, or that leaves the value empty, is an error without a
+  default; `${{VAR:-}}` allows it. `$${{VAR}}` is the text `${{VAR}}`.
 - `base: other.yml` loads that file first and merges this file into it, key by key.
 - The value `file://prompt.md` is replaced by the text of that file. Allowed extensions:
   {", ".join(f"`{s}`" for s in TEXT_SUFFIXES)}.

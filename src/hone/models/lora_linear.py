@@ -4,8 +4,8 @@ In:   the linear layers of a model, by path
 Out:  LoraLinear modules in their place; `attach` gives them an adapter's tensors
 
 The factors stay float32 and are cast in the forward pass: a step of 1e-6 would vanish in bfloat16.
-Layers that read the same input (query and key; gate and up) are one product on a GPU, where every
-product costs the CPU 0.1 ms before its kernel starts.
+Layers that read the same input (query and key; gate and up) are one product of the forward pass on a
+GPU, where every product costs the CPU 0.1 ms before its kernel starts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
