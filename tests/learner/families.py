@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hone.models.lora_linear import LoraLinears
+
 VOCAB = 128
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -296,3 +298,11 @@ FAMILIES = (
         experts=True,
     ),
 )
+
+
+@torch.no_grad()
+def write_factors(layers: LoraLinears) -> None:
+    """Give joint layers their factors, as LoraModules does."""
+    layers.make_room()
+    for place, factor in layers.places():
+        place.copy_(factor)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.learner.families import write_factors
 from tests.learner.test_families import samples
 from tests.learner.test_forward import random_samples
 from torch import Tensor
@@ -15,7 +16,7 @@ from hone.learner import flex
 from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
 from hone.models.fit import padded_length
-from hone.models.lora_linear import LONG, LayerFactors, LoraLinear, LoraLinears
+from hone.models.lora_linear import LayerFactors, LoraLinear, LoraLinears
 
 
 def padded(seed: int, length: int) -> tuple[Tensor, Tensor]:
@@ -111,9 +112,11 @@ def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
             layers.factors[index] = LayerFactors(a, b, 2 * index)
             factors.append(b)
             setattr(part, name, LoraLinear(layers, index))
+        write_factors(layers)
     for parameter in (*norm.parameters(), *part.parameters()):
         parameter.requires_grad_(False)
-    x = torch.randn(1, LONG, 16).double().requires_grad_()
+    length = 2048
+    x = torch.randn(1, length, 16).double().requires_grad_()
 
     def layer(x: Tensor) -> Tensor:
         return x + part(norm(x))
@@ -125,8 +128,8 @@ def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if tensor.numel() % LONG == 0:
-                width = storage.nbytes() // tensor.element_size() // LONG
+            if tensor.numel() % length == 0:
+                width = storage.nbytes() // tensor.element_size() // length
                 stored[storage.data_ptr()] = width
             elif tensor.numel() > 16 * 64:
                 assert storage.data_ptr() in weights, f"a copy of weights: {tensor.shape}"
@@ -226,3 +229,18 @@ def test_reaching_the_limit_of_recompilations_is_an_error(monkeypatch):
         with pytest.raises(FailOnRecompileLimitHit):
             compiled(torch.ones(flex.RECOMPILES + 1))
     torch._dynamo.reset()
+
+
+def test_repeated_heads_have_the_gradient_of_repeat_interleave():
+    """In bfloat16 with one rounding, of a sum in float32."""
+    torch.manual_seed(0)
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(1, 2, 5, 4, dtype=dtype, requires_grad=True)
+        grad = torch.randn(1, 14, 5, 4, dtype=dtype)
+        out = flex._Repeated.apply(x, 7)
+        assert torch.equal(out, x.repeat_interleave(7, 1))
+        (actual,) = torch.autograd.grad(out, x, grad)
+        expected = grad.double().unflatten(1, (2, 7)).sum(2)
+        torch.testing.assert_close(
+            actual.double(), expected, rtol=2**-8 if dtype.itemsize == 2 else 1e-12, atol=1e-12
+        )

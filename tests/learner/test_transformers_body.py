@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.learner.families import FAMILIES, SIZES, VOCAB, Family
+from tests.learner.families import FAMILIES, SIZES, VOCAB, Family, write_factors
 from tests.learner.test_families import compared, gradients, random_lora, samples
 
 from hone.errors import ConfigError, ModelUnsupported
@@ -20,12 +20,10 @@ from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import PackedRow, pack
-from hone.models import lora_linear
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
 from hone.models.lora import Lora
 from hone.models.lora_linear import (
-    LONG,
     LayerFactors,
     LoraLinear,
     LoraLinears,
@@ -257,13 +255,12 @@ def test_what_is_recomputed_is_not_kept_and_changes_no_bit(name: str):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("length", [LONG, 5])
 @pytest.mark.parametrize(
     ("outputs", "inputs"),
     [([48], 16), ([16], 48), ([16], 16), ([16, 4, 4], 16), ([48, 48], 16), ([4, 6], 48)],
 )
 def test_joint_layers_have_the_gradients_of_separate_ones(
-    outputs: list[int], inputs: int, length: int, bias: bool
+    outputs: list[int], inputs: int, bias: bool
 ):
     """With factors in one stack, in several, and with a layer that no adapter covers."""
     torch.manual_seed(0)
@@ -272,17 +269,18 @@ def test_joint_layers_have_the_gradients_of_separate_ones(
         linears = [torch.nn.Linear(inputs, n, bias=bias and n != 4) for n in outputs]
         layers = LoraLinears([linear.requires_grad_(False) for linear in linears])
         layers.scale = 0.5
-        x = torch.randn(1, length, inputs).requires_grad_()
+        x = torch.randn(1, 5, inputs).requires_grad_()
         shared = torch.randn(3 * len(outputs), inputs).requires_grad_()
         own = [torch.randn(6, inputs).requires_grad_() for _ in outputs]
         b = [torch.randn(n, 3).requires_grad_() for n in outputs]
-        weights = [torch.randn(1, length, n) for n in outputs]
+        weights = [torch.randn(1, 5, n) for n in outputs]
     finally:
         torch.set_default_dtype(torch.float32)
     stacked = [LayerFactors(shared, b[i], 3 * i) for i in range(len(outputs))]
     separate = [LayerFactors(own[i], b[i], 3) for i in range(len(outputs))]
     for factors in (stacked, separate, [None, *stacked[1:]], [None] * len(outputs)):
         layers.factors = list(factors)
+        write_factors(layers)
         results = []
         for layers.joint in (False, True):
             y = [LoraLinear(layers, i)(x) for i in range(len(outputs))]
@@ -296,12 +294,12 @@ def test_joint_layers_have_the_gradients_of_separate_ones(
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
-def test_a_compiled_layer_computes_siblings_jointly(monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_layer_computes_siblings_jointly():
     """In one graph, with q and k as one product, and gate and up as one; the next pass, too."""
-    monkeypatch.setattr(lora_linear, "LONG", 1)
     model = BY_NAME["Qwen2.5"].model().requires_grad_(False)
     layout = adapted_linears(model.config.to_dict(), model)
     modules = LoraModules(model, layout)
+    modules.join()
     lora = Lora.init(layout, rank=3, seed=1).trainable_()
     with torch.no_grad():
         for _, leaf in lora.parameters():
@@ -322,6 +320,39 @@ def test_a_compiled_layer_computes_siblings_jointly(monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
     assert len(lora_linears(model)) == 5 * model.config.num_hidden_layers
     assert all(layers._input is None and not layers._results for layers in lora_linears(model))
+
+
+def test_joint_layers_compute_with_the_newest_factors():
+    """After a step of the optimizer, with another rank, with fewer layers, and with none."""
+    model = BY_NAME["Qwen2.5"].model().requires_grad_(False)
+    layout = adapted_linears(model.config.to_dict(), model)
+    modules = LoraModules(model, layout)
+    modules.join()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    first, second = (Lora.init(layout, rank=rank).trainable_() for rank in (4, 3))
+    keys, queries = (
+        Lora.init(restricted(layout, names), rank=3).trainable_()
+        for names in (["k_proj", "down_proj"], ["q_proj", "gate_proj"])
+    )
+    ids = torch.arange(1, 9)[None]
+
+    def logits(joint: bool) -> torch.Tensor:
+        for layers in lora_linears(model):
+            layers.joint = joint
+        return model(input_ids=ids, use_cache=False).logits
+
+    base = logits(joint=True)
+    for lora in (first, first, second, keys, queries, None, queries, first):
+        with torch.no_grad():
+            for _, leaf in () if lora is None else lora.parameters():
+                leaf.add_(0.1 * torch.randn(leaf.shape))
+        modules.attach(lora)
+        expected = logits(joint=False)
+        torch.testing.assert_close(logits(joint=True), expected, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(expected, base, atol=1e-4) is (lora is None)
+    modules.detach()
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight) and parameter.is_contiguous()
 
 
 def test_a_kept_result_is_not_given_to_another_input():
@@ -345,8 +376,7 @@ def test_no_result_is_kept_of_a_layer_that_the_model_skips(
     body = TransformersBody(model, raw=model.config.to_dict())
     body.recomputation = lambda row: Recomputation(layers=2 * (case == "recomputed"))
     kept = lora_linears(model)
-    for layers in kept:
-        layers.joint = True
+    body._lora.join()
     attention = model.get_decoder().layers[1].self_attn
     width = attention.k_proj.out_features
     counts: list[int] = []  # of the layers with a result that was not asked for
@@ -367,13 +397,11 @@ def test_no_result_is_kept_of_a_layer_that_the_model_skips(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
-def test_a_compiled_feed_forward_part_that_is_recomputed_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(lora_linear, "LONG", 1)
+def test_a_compiled_feed_forward_part_that_is_recomputed_is_not_kept():
     model = BY_NAME["Qwen2.5"].model()
     body = TransformersBody(model, raw=model.config.to_dict())
     (part,) = body._feed_forward[0]
+    body._lora.join()
     compiled = torch.compile(part, dynamic=False, backend="aot_eager_decomp_partition")
     body._lora.attach(random_lora(body, torch.float32))
     x = torch.randn(1, 64, model.config.hidden_size).requires_grad_()
@@ -447,17 +475,34 @@ def test_the_compiler_has_hones_settings_in_every_thread_that_runs_a_layer():
     assert seen == [(flex.RECOMPILES, True, False)] * 2  # the pass and its recomputation
 
 
-def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup]):
+def test_a_job_of_joint_layers_gives_what_separate_ones_give(groups: list[TrajectoryGroup]):
+    """With an optimizer step after every group: each computes with the factors of the step before."""
+    adapters = []
+    for joint in (False, True):
+        model = BY_NAME["Qwen2.5"].model(torch.float64)
+        body = TransformersBody(model, raw=model.config.to_dict())
+        if joint:
+            body._lora.join()
+        learner = learner_of(body)
+        assert learner.train(groups, CONFIG).metrics["learn/optimizer_steps"] > 1
+        adapters.append(torch.cat([leaf.flatten() for _, leaf in learner.lora.parameters()]))
+    torch.testing.assert_close(*adapters, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup], joint: bool):
     model = BY_NAME["Qwen2.5"].model()
     body = TransformersBody(model, raw=model.config.to_dict())
-    before = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
+    if joint:
+        body._lora.join()
+    before = [(parameter, parameter.data) for parameter in model.parameters()]
     results = []
     for away in (False, True):
         learner = learner_of(body)
         if away:
             learner.release(weights=True)
             learner.release(weights=True)  # twice does no harm
-            assert all(parameter.data_ptr() != place for parameter, place in before)
+            assert all(parameter.data_ptr() != data.data_ptr() for parameter, data in before)
         results.append(learner.train(groups, CONFIG).sha256)
     assert results[0] == results[1]
     assert [parameter for parameter, _ in before] == list(model.parameters()), "the same objects"

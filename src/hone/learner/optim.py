@@ -61,6 +61,8 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
+        # The fused kernel does not; LoraModules copies factors that have changed.
+        torch.autograd.graph.increment_version([leaf for leaf, _ in moved])
 
     def zero_grad(self) -> None:
         for _, leaf in self.parameters:

@@ -78,8 +78,7 @@ class TransformersBody:
         self._flex = (attention or (FLEX if self.device.type == "cuda" else SEGMENTS)) == FLEX
         model.set_attn_implementation(FLEX if self._flex else SEGMENTS)
         if self._flex:
-            for linears in lora_linears(model):
-                linears.joint = True
+            self._lora.join()
             for module in experts:
                 # Which experts run depends on the tokens, so their code is not compiled.
                 module.forward = torch.compiler.disable(module.forward)
@@ -146,6 +145,7 @@ class TransformersBody:
 
     def release(self, *, weights: bool) -> None:
         if weights:
+            self._lora.detach()
             self._weights.release()
         free_cached(self.device)
 

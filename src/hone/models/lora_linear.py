@@ -3,9 +3,9 @@
 In:   the linear layers of a model, by path
 Out:  LoraLinear modules in their place; `attach` gives them an adapter's tensors
 
-The factors stay float32 and are cast in the forward pass: a step of 1e-6 would vanish in bfloat16.
-Layers that read the same input (query and key; gate and up) are one product of the forward pass on a
-GPU, where every product costs the CPU 0.1 ms before its kernel starts.
+The factors stay float32 and are cast for the products: a step of 1e-6 would vanish in bfloat16. On a GPU,
+where every product costs the CPU 0.1 ms before its kernel starts, layers that read the same input (query and
+key; gate and up) are one product of the forward pass, and a copy of one factor is in the weights' tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 from hone.models.lora import Layout, Lora
 
-LONG = 2048
-"""Row length from which a copy of a layer's weights costs less than another pass over its
-output."""
 SIBLINGS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that read the same input. Not v_proj: values are stored for the backward pass
 as they are, and as a part of a joint output they would keep the whole of it in memory."""
+
+ALIGNED = 8
+"""Rows of a weight begin at a multiple of so many numbers, which fast kernels of a GPU need."""
 
 ROUTERS = frozenset(["gate", "router", "shared_expert_gate"])
 """Names of modules that choose experts, or weigh them."""
@@ -47,7 +47,8 @@ class LoraLinears(nn.Module):
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
         one, *others = linears
-        self.weight = _stacked([linear.weight for linear in linears]) if others else one.weight
+        self.wide = _stacked([linear.weight for linear in linears]) if others else one.weight
+        """The weights, and the factors of an adapter that are multiplied together with them."""
         self.bias = one.bias
         if others and any(linear.bias is not None for linear in linears):
             self.bias = _stacked([_bias(linear) for linear in linears])
@@ -58,8 +59,44 @@ class LoraLinears(nn.Module):
         self.joint = False
         """Whether all layers are computed at once. False inside a compiled checkpoint, where torch 2.11 would
         store what it should recompute."""
+        self._ranks = [0] * len(linears)
+        """The factors that `wide` has room for."""
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
+
+    @property
+    def weight(self) -> Tensor:
+        return self.wide[: sum(self.outputs), : self.inputs]
+
+    @property
+    def beside(self) -> bool:
+        """Whether B is beside the weights (or else A below them)."""
+        return sum(self.outputs) >= self.inputs
+
+    @torch.no_grad()
+    def make_room(self) -> bool:
+        """Give `wide` the shape that the factors need; whether it had another one."""
+        ranks = [0 if factors is None else factors.b.shape[1] for factors in self.factors]
+        if ranks == self._ranks:
+            return False
+        weight, total = self.weight, sum(ranks)
+        below, beside = (0, -(-total // ALIGNED) * ALIGNED) if self.beside else (total, 0)
+        self.wide.data = F.pad(weight, (0, beside, 0, below))
+        self._ranks = ranks
+        return True
+
+    def places(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of `wide` that hold factors, and these."""
+        first = self.inputs if self.beside else sum(self.outputs)
+        for index, factors in enumerate(self.factors):
+            if factors is None:
+                continue
+            last = first + factors.b.shape[1]
+            if self.beside:
+                yield self.wide[self.rows(index), first:last], factors.b
+            else:
+                yield self.wide[first:last], factors.own_a
+            first = last
 
     def rows(self, index: int) -> slice:
         """The rows of `weight` that belong to a layer."""
@@ -100,15 +137,11 @@ class LoraLinears(nn.Module):
         adapted = [factors for factors in self.factors if factors is not None]
         if not adapted:
             return F.linear(x, self.weight, self.bias).split(self.outputs, -1)
-        a = torch.cat([factors.own_a for factors in adapted]).to(x.dtype)
-        b = [
-            None if factors is None else factors.b.to(x.dtype) * self.scale
-            for factors in self.factors
-        ]
-        if x.numel() >= LONG * self.inputs:
-            return _OneProduct.apply(self.outputs, x, self.weight, self.bias, a, *b)
-        added = F.linear(F.linear(x, a), _block_diagonal(b, self.outputs, a))
-        return (F.linear(x, self.weight, self.bias) + added).split(self.outputs, -1)
+        # The factor in `wide` is not scaled, so the other one is.
+        of_a, of_b = (self.scale, 1.0) if self.beside else (1.0, self.scale)
+        a = torch.cat([factors.own_a for factors in adapted]).to(x.dtype) * of_a
+        b = [None if factors is None else factors.b.to(x.dtype) * of_b for factors in self.factors]
+        return _OneProduct.apply(self.outputs, x, self.wide, self.bias, a, *b)
 
 
 class LoraLinear(nn.Module):
@@ -140,11 +173,9 @@ class _OneProduct(torch.autograd.Function):
     wider, and the rows of A below it otherwise (z = x A', g: gradient of the output):
 
         [x, z] [W, B]'   is the output
-        g [B, W]         is [g B, g W]
+        g [W, B]         is [g W, g B]
         x [W; A]'        is [x W', z]
-        [g B, g] [A; W]  is the gradient of x
-
-    The order differs between the passes because the compiler would keep a copy of W from one to the other.
+        [g, g B] [W; A]  is the gradient of x
     """
 
     @staticmethod
@@ -152,39 +183,37 @@ class _OneProduct(torch.autograd.Function):
         ctx: Any,
         outputs: list[int],
         x: Tensor,  # [..., inputs]
-        weight: Tensor,  # [outputs, inputs]
+        wide: Tensor,  # [W, B] or [W; A]
         bias: Tensor | None,
         a: Tensor,  # [ranks, inputs]
         *b: Tensor | None,  # [outputs, rank] of each layer
     ) -> tuple[Tensor, ...]:
-        all_b = _block_diagonal(b, outputs, a)
-        if len(weight) >= weight.shape[1]:
+        if len(wide) == sum(outputs):
             z = F.linear(x, a)
-            y = F.linear(torch.cat((x, z), -1), torch.cat((weight, all_b), 1))
+            y = F.linear(torch.cat((x, z), -1), wide[:, : x.shape[-1] + len(a)])
         else:
-            y, z = F.linear(x, torch.cat((weight, a))).split((len(weight), len(a)), -1)
+            y, z = F.linear(x, wide).split((sum(outputs), len(a)), -1)
             z = z.contiguous()  # kept for the backward pass, without `y`
-            y = y + F.linear(z, all_b)
+            y = y + F.linear(z, _block_diagonal(b, outputs, a))
         ctx.outputs = outputs
-        ctx.save_for_backward(x, z, weight, a, *b)
+        ctx.save_for_backward(x, z, wide, a, *b)
         # The compiler adds it where the output is read.
         return (y if bias is None else y + bias).split(outputs, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, z, weight, a, *b = ctx.saved_tensors
-        all_b = _block_diagonal(b, ctx.outputs, a)
-        if len(weight) >= weight.shape[1]:
+        x, z, wide, a, *b = ctx.saved_tensors
+        if len(wide) == sum(ctx.outputs):
             # One product per layer: to put the gradients beside each other, the compiler would compute
             # all of them for every place.
-            both = torch.cat((all_b, weight), 1).split(ctx.outputs)
-            products = [grad @ rows for grad, rows in zip(grads, both, strict=True)]
-            grad_z, grad_x = sum(products[1:], products[0]).split((len(a), weight.shape[1]), -1)
+            rows = wide[:, : x.shape[-1] + len(a)].split(ctx.outputs)
+            products: list[Tensor] = [grad @ own for grad, own in zip(grads, rows, strict=True)]
+            grad_x, grad_z = sum(products[1:], products[0]).split((x.shape[-1], len(a)), -1)
             grad_x = grad_x + grad_z @ a
         else:
             grad = torch.cat(grads, -1)
-            grad_z = grad @ all_b
-            grad_x = torch.cat((grad_z, grad), -1) @ torch.cat((a, weight))
+            grad_z = grad @ _block_diagonal(b, ctx.outputs, a)
+            grad_x = torch.cat((grad, grad_z), -1) @ wide
         grad_a = grad_z.flatten(0, -2).t() @ x.flatten(0, -2)
         ranks = [0 if part is None else part.shape[1] for part in b]
         grad_b = [
@@ -212,7 +241,10 @@ class LoraModules:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._places: dict[str, tuple[LoraLinears, int]] = {}
+        self._joint = False
         self._attached: Lora | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
         paths = [path for parts in layout.adapted.values() for path, _, _ in parts]
         for siblings in _siblings(paths):
             layers = LoraLinears([_linear(model, path) for path in siblings])
@@ -220,11 +252,43 @@ class LoraModules:
                 self._places[path] = layers, index
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, LoraLinear(layers, index))
+        self._all = lora_linears(model)
 
+    def join(self) -> None:
+        """Compute the layers of one input at once, with their factors, from the next `attach` on."""
+        self._joint = True
+        for layers in self._all:
+            layers.joint = True
+
+    @torch.no_grad()
     def attach(self, lora: Lora | None) -> None:
-        """Use this adapter from now on, on the layers that it covers; None: the base model."""
-        if lora is self._attached:
-            return
+        """Use this adapter from now on, on the layers that it covers; None: the base model.
+
+        Its tensors may change between two calls.
+        """
+        if lora is not self._attached:
+            self._set_factors(lora)
+            self._attached, self._copies, self._versions = lora, [], []
+            if self._joint and lora is not None:
+                self._make_room()
+                self._copies = [pair for layers in self._all for pair in layers.places()]
+        versions = [source._version for _, source in self._copies]
+        if versions != self._versions:
+            places, factors = zip(*self._copies, strict=True)
+            torch._foreach_copy_(places, factors)  # pyright: ignore[reportPrivateImportUsage]
+            self._versions = versions
+
+    def detach(self) -> None:
+        """Use the base model, whose weights are stored by themselves again."""
+        self.attach(None)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        changed = [layers.make_room() for layers in self._all]
+        if any(changed):
+            torch.cuda.empty_cache()  # the tensors of another size
+
+    def _set_factors(self, lora: Lora | None) -> None:
         for layers, index in self._places.values():
             layers.factors[index] = None
         for key, parts in () if lora is None else lora.config.adapted.items():
@@ -234,7 +298,6 @@ class LoraModules:
                 layers, index = self._places[path]
                 layers.factors[index] = LayerFactors(a, b[i], i * lora.rank)
                 layers.scale = lora.scale
-        self._attached = lora
 
 
 def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
