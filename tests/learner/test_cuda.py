@@ -18,7 +18,10 @@ from hone.models.lora import Lora
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+pytestmark = [  # warnings of torch's compiler
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 def job() -> list[TrajectoryGroup]:
