@@ -101,8 +101,9 @@ class Tally:
             trajectory.metrics["completion_tokens"] = sum(counts) / len(counts)
             self.tokens += sum(counts)
         for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + value, count + 1)
+            if (number := _number(value)) is not None:
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (total + number, count + 1)
 
     def _note(self) -> str:
         means = [f"{name}={total / count:.3g}" for name, (total, count) in self._sums.items()]
@@ -183,6 +184,14 @@ def discard(item: Any) -> None:
     for rollout in item.take_unfinished() if isinstance(item, Unfinished) else [item]:
         if inspect.iscoroutine(rollout):
             rollout.close()
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float; None for text, None and whatever else is not a number that fits."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _tokens(item: Any) -> int | None:

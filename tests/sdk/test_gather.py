@@ -211,6 +211,19 @@ async def test_gather_trajectories_returns_tolerated_failures_in_place():
     assert (results[0].reward, str(results[1]), results[2].reward) == (1, "broken", 2)
 
 
+@pytest.mark.parametrize("value", [None, "high", pytest.param(10**400, id="huge"), [1.0]])
+async def test_a_metric_that_is_not_a_number_loses_no_rollout(value: object):
+    async def odd() -> Trajectory:
+        trajectory = Trajectory(reward=2)
+        trajectory.metrics["quality"] = value  # type: ignore[assignment]  # nothing checks it here
+        return trajectory
+
+    groups = [TrajectoryGroup([rollout(1), odd()])]
+    assert rewards(await gather_trajectory_groups(groups, pbar_desc=None)) == [[1, 2]]
+    (result,) = await gather_trajectories([odd()], pbar_desc=None)
+    assert isinstance(result, Trajectory)
+
+
 async def test_completion_tokens_is_the_mean_over_the_sampled_choices():
     def choice(tokens: int) -> dict[str, object]:
         content = [{"token": "x", "logprob": -1.0}] * tokens
