@@ -14,7 +14,16 @@ from itertools import islice
 from typing import TypeVar
 
 from hone.progress import Progress
-from hone.tally import Share, Tally, cancel_all, check_budget, current_share, discard, run_all
+from hone.tally import (
+    Share,
+    Tally,
+    cancel_all,
+    check_budget,
+    current_share,
+    discard,
+    run_all,
+    uncancelled,
+)
 from hone.trajectory import TrajectoryGroup
 
 R = TypeVar("R")
@@ -139,7 +148,7 @@ async def _run(group: Awaitable[TrajectoryGroup], tally: Tally) -> TrajectoryGro
     share = Share(tally)
     token = current_share.set(share)
     try:
-        result = await group
+        result = await uncancelled(group)
         if not isinstance(result, TrajectoryGroup):
             raise TypeError(f"{type(result).__name__} was returned in place of a TrajectoryGroup")
     except Exception as error:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from hone.errors import ConfigError
+from hone.errors import AgentFailed, ConfigError
 from hone.progress import Progress
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ class Tally:
     async def watch(self, rollout: Awaitable[Any], *, kind: type | None = None) -> Any:
         """The rollout's result, or its exception if the limit allows another failure."""
         try:
-            result = await rollout
+            result = await uncancelled(rollout)
             if kind is not None and not isinstance(result, kind):
                 raise TypeError(
                     f"a rollout returned {type(result).__name__}; it must return a {kind.__name__}"
@@ -169,6 +169,20 @@ async def run_all(items: Sequence[T], run: Callable[[T], Coroutine[Any, Any, R]]
     finally:
         for item in items:
             discard(item)
+
+
+async def uncancelled(rollout: Awaitable[R]) -> R:
+    """Its result. AgentFailed if it raises CancelledError although nobody cancels this task."""
+    try:
+        return await rollout
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise AgentFailed(
+            "the rollout was cancelled by its own code: it awaited a task that had been cancelled, or "
+            "raised CancelledError. Catch that in the rollout if it is no failure."
+        ) from error
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import hone
 from hone import Trajectory, TrajectoryGroup
-from hone.errors import ConfigError
+from hone.errors import AgentFailed, ConfigError
 from hone.gather import gather_trajectories, gather_trajectory_groups, trajectory_group_batches
 from hone.progress import Progress
 
@@ -209,6 +209,33 @@ async def test_gather_trajectories_returns_tolerated_failures_in_place():
     assert isinstance(results[1], ValueError)
     assert isinstance(results[2], Trajectory)
     assert (results[0].reward, str(results[1]), results[2].reward) == (1, "broken", 2)
+
+
+async def test_a_rollout_that_is_cancelled_by_its_own_code_is_a_failure_like_any_other():
+    async def cancels() -> Trajectory:
+        tool = asyncio.create_task(asyncio.sleep(10))
+        tool.cancel()
+        await tool
+        raise AssertionError("not reached")
+
+    async def group_that_cancels() -> TrajectoryGroup:
+        return await TrajectoryGroup([await cancels()])
+
+    gone = asyncio.create_task(rollout(3))
+    gone.cancel()
+    group, other = await gather_trajectory_groups(
+        [
+            TrajectoryGroup([rollout(1), cancels(), gone]),
+            group_that_cancels(),
+            TrajectoryGroup([rollout(2)]),
+        ],
+        max_exceptions=3,
+        pbar_desc=None,
+    )
+    assert rewards([group, other]) == [[1], [2]]
+    assert [failure.type for failure in group.exceptions] == ["AgentFailed"] * 2
+    with pytest.raises(AgentFailed, match="cancelled by its own code"):
+        await gather_trajectories([cancels()], pbar_desc=None)
 
 
 @pytest.mark.parametrize("value", [None, "high", pytest.param(10**400, id="huge"), [1.0]])
