@@ -118,6 +118,10 @@ def wants(input, llm, functions=None): ...
 def wants_functions(input, functions): ...
 def nothing(): ...
 def only_llm(llm): ...
+async def pieces(input):
+    yield input
+def plain_pieces(input):
+    yield input
 anything = 3
 """
 
@@ -145,6 +149,8 @@ anything = 3
             "target: 'broken_c3.py:agent', args: {modelname: a}",
             "has no parameter 'modelname', but args.modelname is set. Did you mean 'model_name'?",
         ),
+        ("target: 'broken_c3.py:pieces'", "'broken_c3.py:pieces' yields its output in pieces"),
+        ("target: 'broken_c3.py:plain_pieces'", "plain_pieces' yields its output in pieces"),
         ("target: 'broken_c3.py:only_llm', llm: m", "takes no input: its parameters are .llm."),
     ],
 )

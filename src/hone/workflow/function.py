@@ -57,11 +57,7 @@ class Function:
         description: str | None = None,
         input_schema: type[BaseModel] | None = None,
     ) -> None:
-        if _is(inspect.isasyncgenfunction, fn) or _is(inspect.isgeneratorfunction, fn):
-            raise NotInThisVersion(
-                f"function {name!r} yields its output in pieces, which is not in this version: "
-                "return the whole of it"
-            )
+        check_not_generator(fn, f"function {name!r}")
         self.name = name
         self.description = description
         self._fn = fn
@@ -150,6 +146,14 @@ async def in_thread(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def check_not_generator(fn: Any, where: str) -> None:
+    """Raise NotInThisVersion for a function that yields: its generator would be the output."""
+    if _is(inspect.isasyncgenfunction, fn) or _is(inspect.isgeneratorfunction, fn):
+        raise NotInThisVersion(
+            f"{where} yields its output in pieces, which is not in this version: return the whole of it"
+        )
 
 
 def _is(kind: Callable[[Any], bool], fn: Any) -> bool:

@@ -18,7 +18,7 @@ from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, FunctionRef, LLMRef, register_function
 from hone.errors import ConfigError, did_you_mean
 from hone.workflow.fit import signature_of
-from hone.workflow.function import FunctionInfo
+from hone.workflow.function import FunctionInfo, check_not_generator
 from hone.workflow.target import load_target
 
 
@@ -46,6 +46,7 @@ async def python_function(
     fn = load_target(config.target, builder.document.file.resolve().parent)
     if not callable(fn):
         raise ConfigError(f"{where} is {type(fn).__name__} {fn!r}; it must be a function")
+    check_not_generator(fn, where)  # here: Function sees only what `bind` returns
     arguments: dict[str, Any] = dict(config.args)
     if config.llm is not None:
         arguments["llm"] = await builder.get_llm(config.llm)
