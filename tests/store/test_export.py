@@ -22,6 +22,7 @@ from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
 from hone.server.tokenizer import BaseTokenizer
+from hone.store.checkpoints import Checkpoints
 from hone.store.export import export, public_name
 from hone.types import ModelKey
 
@@ -60,7 +61,6 @@ def root(tmp_path: Path, tiny_model: Path) -> Path:
 async def logprobs(model: Path, root: Path, step: int) -> torch.Tensor:
     """What hone's engine says of IDS under a step: [5], of every id but the first."""
     from hone.inference.base import AdapterRef
-    from hone.store.checkpoints import Checkpoints
 
     checkpoint = Checkpoints(root).get(KEY, step)
     served = AdapterRef("agent", step, checkpoint.sha256)
@@ -154,6 +154,40 @@ def test_a_directory_that_holds_something_is_refused(root: Path, tmp_path: Path)
     with pytest.raises(Conflict, match="exists and is not empty"):
         export(root, "agent", tmp_path / "out" / "mine.txt")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_directory_that_exists_is_filled_and_not_replaced(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be the current directory, a mount point or a link, none of which can be replaced."""
+    out, link = tmp_path / "out", tmp_path / "link"
+    (out / ".partial").mkdir(parents=True)  # an export was killed
+    inode = out.stat().st_ino
+    link.symlink_to(out)
+    monkeypatch.chdir(link)
+    export(root, "agent", Path("."))
+    assert out.stat().st_ino == inode and link.is_symlink()
+    export(root, "agent", tmp_path / "new")
+    assert {p.name for p in out.iterdir()} == {p.name for p in (tmp_path / "new").iterdir()}
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_step_that_is_deleted_meanwhile_is_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool
+):
+    def find_and_delete(name: str) -> ModelFiles:
+        Checkpoints(root).delete(KEY, [1])  # as the server does that trains on
+        return find(name)
+
+    monkeypatch.setattr("hone.store.export.find", find_and_delete)
+    with pytest.raises(NotFound, match=r"^step 1 of model 'default/agent' was deleted while it"):
+        export(root, "agent@1", tmp_path / "out", merge=merge)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(root: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cannot be written to \(File name too long\)"):
+        export(root, "agent", tmp_path / ("o" * 300))
 
 
 @pytest.mark.parametrize("merge", [True, False])

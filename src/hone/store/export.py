@@ -4,10 +4,12 @@ In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
 Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
 
 The exported template is the one that hone renders with: the base model's, with the arguments that
-the model was registered with. The directory appears complete or not at all.
+the model was registered with. A new directory appears complete or not at all; one that exists is
+filled once everything is written.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -26,33 +28,47 @@ from hone.store.models import SCHEMA, ModelRecord, ModelStore
 
 _AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
 _HUB_CACHE = re.compile(r"models--(.+?)--(.+)")
+_PARTIAL = ".partial"
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
 
 
 def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Path:
     """Write the step of that name into the directory, and return it."""
     record, checkpoint = _look_up(root, name)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Conflict(f"{directory} exists and is not empty; name a new directory")
-    files = find(record.spec.base_model)
-    partial = directory.absolute().with_name(f".{directory.absolute().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     with output(str(directory)):
+        _check_free(directory)
+    files = find(record.spec.base_model)
+    with output(str(directory)):
+        target = Path(os.path.realpath(directory))
+        # A directory that exists is filled, not replaced: it may be a mount point, or the current one.
+        exists = target.is_dir()
+        partial = target / _PARTIAL if exists else target.with_name(f".{target.name}{_PARTIAL}")
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
+            _copy_step(checkpoint, files, partial)
             if merge:
-                _write_merged(checkpoint, files, partial)
-            else:
-                _write_adapter(checkpoint, files, partial)
+                _merge(checkpoint, files, partial)
             _write_tokenizer(files, record.spec.chat_template_kwargs, partial)
-            shutil.copyfile(checkpoint.path / MANIFEST, partial / MANIFEST)
-            if directory.exists():
-                directory.rmdir()
-            move(partial, directory.absolute())
+            if exists:
+                for file in partial.iterdir():
+                    move(file, target / file.name)
+                partial.rmdir()
+            else:
+                move(partial, target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return directory
+
+
+def _check_free(directory: Path) -> None:
+    """Raise Conflict unless the directory is new or empty, but for what a killed export left."""
+    if directory.exists() and (
+        not directory.is_dir() or any(file.name != _PARTIAL for file in directory.iterdir())
+    ):
+        raise Conflict(f"{directory} exists and is not empty; name a new directory")
 
 
 def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
@@ -76,13 +92,19 @@ def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
     return record, checkpoints.get(record.key, step)
 
 
-def _write_adapter(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
-    shutil.copyfile(
-        checkpoint.path / "adapter_model.safetensors", directory / "adapter_model.safetensors"
-    )
-    settings = _json(checkpoint.path / "adapter_config.json")
+def _copy_step(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
+    """Copy the adapter and its manifest; from here on, the server may delete the step."""
+    try:
+        for name in (_WEIGHTS, MANIFEST):
+            shutil.copyfile(checkpoint.path / name, directory / name)
+        settings = _json(checkpoint.path / _CONFIG)
+    except FileNotFoundError:
+        raise NotFound(
+            f"step {checkpoint.step} of model {str(checkpoint.key)!r} was deleted while it was being "
+            "exported; export another step, or NAME for the newest"
+        ) from None
     settings["base_model_name_or_path"] = public_name(files)
-    _write_json(directory / "adapter_config.json", settings)
+    _write_json(directory / _CONFIG, settings)
 
 
 def public_name(files: ModelFiles) -> str:
@@ -101,7 +123,8 @@ def public_name(files: ModelFiles) -> str:
     return str(files.path)
 
 
-def _write_merged(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
+def _merge(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> None:
+    """Replace the adapter in the directory by the base model with the adapter merged into it."""
     if checkpoint.manifest["weights_sha256"] != files.weights_sha256:
         raise Conflict(
             f"step {checkpoint.step} of {str(checkpoint.key)!r} was trained over other weights than "
@@ -113,7 +136,9 @@ def _write_merged(checkpoint: Checkpoint, files: ModelFiles, directory: Path) ->
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(files.path, dtype="auto")
-    adapted: Any = PeftModel.from_pretrained(base, str(checkpoint.path))
+    adapted: Any = PeftModel.from_pretrained(base, str(directory))
+    for name in (_WEIGHTS, _CONFIG):
+        (directory / name).unlink()
     adapted.merge_and_unload().save_pretrained(directory)
 
 
