@@ -31,14 +31,32 @@ from hone.workflow.run import run_rollout
 
 AGENT = """
 import atexit
+import os
+import socket
+import stat
 import hone
 import hone.errors
+
+def connected_without_delay():
+    # TCP_NODELAY of every connected TCP socket of this process.
+    for number in range(3, 128):
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:
+                one.getpeername()
+                if one.family == socket.AF_INET:
+                    yield one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        except OSError:  # closed, or not connected
+            continue
 
 async def search(question, llm):
     answer = await llm.chat([{"role": "user", "content": f"search {question}"}])
     return answer.choices[0].message.content or ""
 
 async def run(question, llm, functions):
+    if question == "sockets":
+        return list(connected_without_delay())
     if question == "broken":
         raise RuntimeError("no such table: users")
     if question == "unsure":
@@ -198,6 +216,32 @@ def test_the_rollout_of_a_request_is_that_of_its_model_calls(
     calls = httpx2.get(f"{shared_server.base_url}/v1/rollouts/elsewhere-7").json()["calls"]
     functions = [call["call"]["function"] for call in calls]
     assert functions == ["<workflow>.search", "<workflow>"] * 2
+
+
+def test_answers_are_sent_without_delay(address: str):
+    delays = post(f"{address}/generate", "sockets").json()["value"]
+    assert delays and all(delays), delays
+
+
+TAKES_THE_PORT = """
+import socket
+with socket.socket() as other:
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.bind(("127.0.0.1", {port}))
+    other.listen()
+raise LookupError("the port was free")
+"""
+
+
+def test_its_port_is_its_own_while_its_components_are_built(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "agent_s7.py").write_text(TAKES_THE_PORT.format(port=port))
+    config = tmp_path / "agent.yml"
+    config.write_text("workflow: {_type: python, target: 'agent_s7.py:run'}\n")
+    with pytest.raises(ConfigError, match="Address already in use"):
+        serve_workflow(ServeWorkflowOptions(config, port=port), print)
 
 
 def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
