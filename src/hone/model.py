@@ -23,7 +23,7 @@ from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
 from hone.errors import ConfigError
 from hone.train_config import TrainSFTConfig
-from hone.trajectory import Trajectory, TrajectoryGroup, means
+from hone.trajectory import Trajectory, TrajectoryGroup, check_rewards, means
 from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class Model(BaseModel, Generic[ConfigT]):
         Returns the metrics that were written.
         """
         items = list(trajectories or ())
+        check_rewards(items, f"model {self.name!r}: log()")
         written = {**means(items), **(metrics or {})}
         if not written:
             raise ConfigError(f"model {self.name!r}: log() got neither trajectories nor metrics")

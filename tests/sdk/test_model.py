@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(t
     assert (first.trajectories[0].logs, second.exceptions[0].message) == (["won"], "lost")
     with pytest.raises(ConfigError, match="neither trajectories nor metrics"):
         await model.log()
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "0.5"])
+async def test_a_reward_that_is_not_a_number_is_not_averaged_away(tmp_path: Path, reward: Any):
+    model = Model(name="m", base_path=str(tmp_path))
+    scored, unscored = Trajectory(reward=1.0), Trajectory()
+    unscored.reward = reward  # assigned values are not validated
+    with pytest.raises(
+        ConfigError, match=rf"trajectories\.0\.trajectories\.1\.reward is {reward!r}"
+    ):
+        await model.log([TrajectoryGroup([scored, unscored])])
+    with pytest.raises(ConfigError, match=rf"log\(\): trajectories\.1\.reward is {reward!r}"):
+        await model.log([scored, unscored])
+    assert not list(tmp_path.iterdir())
 
 
 def test_state_is_read_merged_and_written(tmp_path: Path):
