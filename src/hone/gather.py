@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from hone.errors import ConfigError
 from hone.progress import Progress
 from hone.tally import (
     Share,
@@ -104,6 +105,10 @@ async def trajectory_group_batches(
         skip_batches: number of batches to skip, to resume an interrupted run.
         pbar_desc: label of the progress bar; None shows no bar.
     """
+    least = {"batch_size": (batch_size, 1), "max_concurrent_batches": (max_concurrent_batches, 1)}
+    for name, (value, minimum) in (least | {"skip_batches": (skip_batches, 0)}).items():
+        if not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"{name} is {value!r}: a whole number, at least {minimum}")
     source = iter(groups)
     for skipped in islice(source, skip_batches * batch_size):
         discard(skipped)

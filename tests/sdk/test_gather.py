@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -374,6 +375,17 @@ async def test_skipped_batches_are_not_run():
     batches = trajectory_group_batches(groups, batch_size=2, skip_batches=2, pbar_desc=None)
     assert [rewards(batch) async for batch in batches] == [[[4], [5]]]
     assert run == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("batch_size", 1.5), ("max_concurrent_batches", 0), ("skip_batches", -1)],
+)
+async def test_sizes_with_which_no_batch_would_come_are_refused(name: str, value: float):
+    sizes: Any = {"batch_size": 2, name: value}
+    batches = trajectory_group_batches([TrajectoryGroup()], **sizes, pbar_desc=None)
+    with pytest.raises(ConfigError, match=f"{name} is {value}: a whole number, at least"):
+        await anext(aiter(batches))
 
 
 async def test_the_budget_of_batches_is_per_batch():
