@@ -344,7 +344,10 @@ def test_addresses(address: str, used: str):
     assert RemoteBackend(address).base_url == used
 
 
-@pytest.mark.parametrize("wrong", ["localhost:7623", "ftp://x", "http://"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["localhost:7623", "ftp://x", "http://", "http://gpu:one", "http://gpu:76230", "http://[::1"],
+)
 def test_addresses_that_are_none(wrong: str):
     with pytest.raises(errors.ConfigError, match="expected http://HOST:PORT"):
         RemoteBackend(wrong)

@@ -207,8 +207,13 @@ class Server:
 
 
 def _checked_url(base_url: str) -> str:
-    parts = urlsplit(base_url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+    try:
+        parts = urlsplit(base_url)
+        _ = parts.port
+        valid = parts.scheme in {"http", "https"} and parts.hostname
+    except ValueError:  # a port that is not a number or too large, half of an IPv6 address
+        valid = False
+    if not valid:
         raise ConfigError(f"base_url {base_url!r}: expected http://HOST:PORT")
     url = base_url.rstrip("/").removesuffix("/v1")
     # 0.0.0.0 is an address to listen on, not to connect to.
