@@ -318,6 +318,8 @@ def random_model(options: argparse.Namespace) -> Path:
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    del model
+    torch.cuda.empty_cache()  # or vLLM, which may have been given the whole GPU, could not wake up
     return directory
 
 

@@ -74,16 +74,17 @@ class LoraLinears(nn.Module):
         return sum(self.outputs) >= self.inputs
 
     @torch.no_grad()
-    def make_room(self) -> bool:
-        """Give `wide` the shape that the factors need; whether it had another one."""
+    def make_room(self) -> None:
+        """Give `wide` the shape that the factors need."""
         ranks = [0 if factors is None else factors.b.shape[1] for factors in self.factors]
         if ranks == self._ranks:
-            return False
+            return
         weight, total = self.weight, sum(ranks)
         below, beside = (0, -(-total // ALIGNED) * ALIGNED) if self.beside else (total, 0)
         self.wide.data = F.pad(weight, (0, beside, 0, below))
         self._ranks = ranks
-        return True
+        # Or a smaller tensor would be put into the memory of the old one, and nobody could free the rest.
+        torch.cuda.empty_cache()
 
     def places(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The parts of `wide` that hold factors, and these."""
@@ -270,7 +271,8 @@ class LoraModules:
             self._set_factors(lora)
             self._attached, self._copies, self._versions = lora, [], []
             if self._joint and lora is not None:
-                self._make_room()
+                for layers in self._all:
+                    layers.make_room()
                 self._copies = [pair for layers in self._all for pair in layers.places()]
         versions = [source._version for _, source in self._copies]
         if versions != self._versions:
@@ -281,12 +283,8 @@ class LoraModules:
     def detach(self) -> None:
         """Use the base model, whose weights are stored by themselves again."""
         self.attach(None)
-        self._make_room()
-
-    def _make_room(self) -> None:
-        changed = [layers.make_room() for layers in self._all]
-        if any(changed):
-            torch.cuda.empty_cache()  # the tensors of another size
+        for layers in self._all:
+            layers.make_room()
 
     def _set_factors(self, lora: Lora | None) -> None:
         for layers, index in self._places.values():
