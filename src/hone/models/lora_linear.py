@@ -268,12 +268,17 @@ class LoraModules:
         Its tensors may change between two calls.
         """
         if lora is not self._attached:
+            self._attached, self._copies, self._versions = None, [], []
             self._set_factors(lora)
-            self._attached, self._copies, self._versions = lora, [], []
             if self._joint and lora is not None:
-                for layers in self._all:
-                    layers.make_room()
+                try:
+                    for layers in self._all:
+                        layers.make_room()
+                except torch.OutOfMemoryError:
+                    self._set_factors(None)
+                    raise
                 self._copies = [pair for layers in self._all for pair in layers.places()]
+            self._attached = lora
         versions = [source._version for _, source in self._copies]
         if versions != self._versions:
             places, factors = zip(*self._copies, strict=True)
