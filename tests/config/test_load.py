@@ -85,6 +85,31 @@ def test_anchors_and_merge_keys(write: Write):
     assert loaded.places["other", "y"] == Place("a.yml", 6)
 
 
+def nested_aliases(first: str, block: str) -> str:
+    """Eight blocks, each with ten aliases to the one before it."""
+    lines = [f"k0: &k0 {first}"]
+    for i in range(1, 9):
+        lines.append(f"k{i}: &k{i} {block % ', '.join([f'*k{i - 1}'] * 10)}")
+    return "\n".join(lines)
+
+
+def test_aliases_that_grow_without_end_are_refused(write: Write):
+    with pytest.raises(ConfigError) as error:
+        load(write(nested_aliases("[x]", "[%s]")))
+    # k1 to k3 repeat 20 + 220 + 2,220 values, k4 22,220; k5 would repeat 222,220.
+    assert str(error.value) == (
+        "a.yml:6: k5: aliases of this file repeat more than 100000 values; "
+        "alias fewer or smaller blocks"
+    )
+    document = nested_aliases("{x: 1}", "{<<: [%s]}")
+    assert load(write(document)).data == {f"k{i}": {"x": 1} for i in range(9)}
+
+
+def test_a_document_nested_too_deeply_is_refused(write: Write):
+    with pytest.raises(ConfigError, match=r"^a.yml: nested too deeply; flatten its lists and "):
+        load(write("a: " + "[" * 2000 + "]" * 2000))
+
+
 # ---- the environment --------------------------------------------------------------------------
 
 
@@ -131,6 +156,8 @@ def test_text_of_the_environment_is_kept_for_the_schema_to_type(
     loaded = load(write("plain: ${PORT}\nquoted: '${PORT}'\n"))
     assert loaded.data == {"plain": "0123", "quoted": "0123"}
     assert loaded.untyped == {("plain",): "0123"}
+    loaded = load(write("a: &a {port: '${PORT}', x: ${PORT}}\nb: {<<: *a, x: 5}\n"))
+    assert loaded.untyped == {("a", "x"): "0123"}  # b.x is the number of this file
 
 
 # ---- other files ------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ from hone.config.problems import Path as Keys
 TEXT_SUFFIXES = (".txt", ".md", ".j2", ".jinja2", ".jinja", ".prompt", ".tpl", ".template")
 """Extensions of files that `file://` may name."""
 
+MAX_REPEATED_VALUES = 100_000
+"""How many values the aliases of a file may repeat. Nested aliases multiply: eight lines can stand
+for a billion values."""
+
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}\n]*))?\}")
 # Placeholder for a ${...} while YAML is parsed: its number between two private-use characters. In the
 # text itself, its braces would end a flow list, and a default could contain ": ".
@@ -36,6 +40,15 @@ _FLOAT = re.compile(
 
 class _Yaml(yaml.SafeLoader):
     """PyYAML's YAML 1.1, with the numbers of 1.2 and without dates and sexagesimals."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the keys of `<<: *block` before the others; of equal keys, only the last is left."""
+        super().flatten_mapping(node)
+        node.value = list({_identity(key): (key, value) for key, value in node.value}.values())
+
+
+def _identity(key: yaml.Node) -> Hashable:
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
 
 
 _UNWANTED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int"}
@@ -138,6 +151,8 @@ class _Reader:
         self.file = file
         self.variables: list[re.Match[str]] = []
         self.out = Loaded(file, {}, {}, {}, [])
+        self.visited: set[yaml.Node] = set()
+        self.repeated_values = 0
 
     def read(self) -> Loaded:
         try:
@@ -152,6 +167,9 @@ class _Reader:
             data = {} if node is None else self._value(node, (), ())
         except yaml.YAMLError as error:
             raise self._syntax(error) from None
+        except RecursionError:
+            message = "nested too deeply; flatten its lists and blocks"
+            raise _refused(self.file, message) from None
         finally:
             self.loader.dispose()
         if data is None:
@@ -178,6 +196,9 @@ class _Reader:
         self.out.places.setdefault(path, Place(str(self.file), line))
         if any(node is n for n in above):
             raise _refused(self.file, "this block holds an alias to itself", line)
+        if node in self.visited:
+            self._count_repeated(path)
+        self.visited.add(node)
         above = (*above, node)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path, above)
@@ -185,6 +206,15 @@ class _Reader:
             return [self._value(n, (*path, i), above) for i, n in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode), node
         return self._scalar(node, path)
+
+    def _count_repeated(self, path: Keys) -> None:
+        self.repeated_values += 1
+        if self.repeated_values > MAX_REPEATED_VALUES:
+            message = (
+                f"aliases of this file repeat more than {MAX_REPEATED_VALUES} values; "
+                "alias fewer or smaller blocks"
+            )
+            raise _refused(self.file, message, self.out.place(path[:1]).line, path[:1])
 
     def _mapping(
         self, node: yaml.MappingNode, path: Keys, above: tuple[yaml.Node, ...]
@@ -197,7 +227,7 @@ class _Reader:
                     message = f"written twice, on lines {lines[key]} and {line}; keep one of them"
                     self._problem((*path, key), line, message)
                 lines[key] = line
-        self.loader.flatten_mapping(node)  # puts the keys of `<<: *block` before the others
+        self.loader.flatten_mapping(node)
         block: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, path)
