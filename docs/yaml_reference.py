@@ -52,7 +52,8 @@ of `_type`, including those of plugins.
 - The value `file://prompt.md` is replaced by the text of that file. Allowed extensions:
   {", ".join(f"`{s}`" for s in TEXT_SUFFIXES)}.
 - `-o a.b.c VALUE` overrides a key on the command line; the schema determines its type. `a.b.0` is a
-  list element. Quote a key that contains a dot: `-o 'llms."my.model".temperature' 0`.
+  list element. Quote a key that contains a dot: `-o 'llms."my.model".temperature' 0`. `null`
+  removes a value; `""` is the empty text.
 - Unknown keys are errors. Keys of NeMo Agent Toolkit that hone does not support are refused by
   name."""
 

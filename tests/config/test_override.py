@@ -164,6 +164,17 @@ def test_null_where_nothing_is_allowed(write: Write):
     assert document.finetuning.target_model is None
 
 
+def test_an_empty_value_is_empty_text_and_not_null(write: Write):
+    document = changed(write, ("llms.m.api_key", ""), ("llms.m.stop", ""))
+    key: Any = document.llms["m"].model_dump()["api_key"]
+    assert key.get_secret_value() == ""
+    assert document.llms["m"].model_extra == {"stop": ""}
+    assert problems(write, ("llms.m.temperature", ""), ("finetuning.early_stopping", "")) == [
+        "-o finetuning.early_stopping: got ''; expected a block of keys",
+        "-o llms.m.temperature: got ''; expected a valid number",
+    ]
+
+
 def test_keys_of_requests_are_read_as_yaml(write: Write):
     document = changed(write, ("llms.m.logprobs", "true"), ("llms.m.stop", "[a, '1']"))
     assert document.llms["m"].model_extra == {"logprobs": True, "stop": ["a", "1"]}

@@ -76,7 +76,9 @@ def _set(loaded: Loaded, keys: Path, text: str, root: type[BaseModel], place: Pl
         path = (*path, key)
         if i == len(keys) - 1:
             _forget(loaded, path)
-            _put(value, key, typed(annotation, text))
+            new = typed(annotation, text)
+            # YAML reads an empty value as null; on the command line it is text, or does not fit.
+            _put(value, key, "" if new is None and not text else new)
         else:
             if shape.item(value, key) is None:
                 _put(value, key, [] if _is_list(annotation, value) else {})
