@@ -201,6 +201,32 @@ def test_names_of_functions_travel_in_a_header(write: Write, name: str):
     assert problem.startswith("a.yml:2: functions.")
 
 
+def test_numbers_are_finite_and_not_booleans(write: Write):
+    file = write("""\
+        llms:
+          m: {_type: openai, model_name: x, temperature: yes, request_timeout: .inf, thinking: yes}
+          n: {_type: openai, model_name: x, temperature: null, seed: "7", logprobs: yes}
+        loggers: [{_type: tensorboard, timeout_s: .nan}]
+        trainer_adapters:
+          t:
+            _type: openpipe_art_trainer_adapter
+            backend: {engine_args: {enforce_eager: yes}}
+            training: {learning_rates: [1e-6, on], max_staleness: off, importance_cap: no}
+        finetuning: {on_policy_failure: {reward: -.inf}}
+        """)
+    boolean = "expected a number (YAML reads yes, no, on and off as true and false)"
+    training = "a.yml:9: trainer_adapters.t.training"
+    assert problems(file) == [
+        "a.yml:2: llms.m.request_timeout: got inf; expected a finite number",
+        f"a.yml:2: llms.m.temperature: got True; {boolean}",
+        "a.yml:4: loggers.0.timeout_s: got nan; expected a finite number",
+        f"{training}.learning_rates.1: got True; {boolean}",
+        f"{training}.max_staleness: got False; {boolean}",
+        f"{training}.importance_cap: got False; {boolean}",
+        "a.yml:10: finetuning.on_policy_failure.reward: got -inf; expected a finite number",
+    ]
+
+
 def test_a_union_is_one_problem(write: Write):
     assert problems(write("finetuning:\n  on_policy_failure: drp\n")) == [
         "a.yml:2: finetuning.on_policy_failure: got 'drp'; expected 'drop' or a block of keys"

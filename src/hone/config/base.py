@@ -20,9 +20,9 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class Strict(BaseModel):
-    """A block of the YAML. Unknown keys are errors."""
+    """A block of the YAML. Unknown keys are errors, and numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     not_yet: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Keys of NeMo Agent Toolkit that this version refuses, each with what to do instead."""

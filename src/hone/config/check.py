@@ -8,8 +8,8 @@ reported together with a misspelt key, not after it.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -53,7 +53,9 @@ def check(loaded: Loaded, root: type[D]) -> tuple[D | None, list[Problem]]:
         document = root.model_validate(loaded.data)
     except ValidationError as error:
         problems = _translated(error.errors(include_url=False), loaded, root)
-    problems += [Problem(loaded.place(p), p, m) for p, m in _suspects(root, loaded.data)]
+    suspects = dict(_suspects(root, loaded.data))
+    problems = [p for p in problems if p.path not in suspects]
+    problems += [Problem(loaded.place(p), p, m) for p, m in suspects.items()]
     problems += _names(loaded, root)
     reported = [p.path for p in loaded.problems if p.path]
     fresh = [p for p in problems if not any(p.path[: len(r)] == r for r in reported)]
@@ -169,8 +171,15 @@ def _unknown_key(path: Path, loaded: Loaded, root: type[BaseModel]) -> str:
 def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
     """Keys that pydantic accepts although they are wrong.
 
-    They are the keys that hone fills in, and misspelt keys of a block that takes extra keys.
+    They are the keys that hone fills in, misspelt keys of a block that takes extra keys, and numbers
+    that are true or false, which pydantic reads as 1 and 0.
     """
+    if isinstance(value, bool) and _is_number(shape.options(annotation, value)):
+        expected = "a number (YAML reads yes, no, on and off as true and false)"
+        yield path, f"got {value!r}; expected {expected}"
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _suspects(shape.below(annotation, i, value), inner, (*path, i))
     if not isinstance(value, Mapping):
         return
     for key, inner in value.items():
@@ -183,6 +192,13 @@ def _suspects(annotation: Any, value: Any, path: Path = ()) -> Iterator[tuple[Pa
                 maybe = did_you_mean(str(key), model.model_fields, cutoff=0.81)
                 if maybe:
                     yield (*path, key), f"unknown key {key!r}.{maybe}"
+
+
+def _is_number(options: Iterable[Any]) -> bool:
+    """Whether a value of these types can be a number and not a boolean."""
+    members = [m for o in options for m in (get_args(o) if get_origin(o) is Literal else (o,))]
+    is_boolean = any(m in (bool, Any) or isinstance(m, bool) for m in members)
+    return not is_boolean and any(m in (int, float) for m in members)
 
 
 def _names(loaded: Loaded, root: type[BaseModel]) -> Iterator[Problem]:
