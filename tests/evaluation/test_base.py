@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from pydantic import ValidationError
 from tests.evaluation.made import item
 
@@ -51,21 +52,35 @@ async def test_a_number_is_a_score(returned: Any, value: float):
     assert await score(Says(), item(returned)) == Score(value, "as it says")
 
 
-def test_numbers_of_numpy_are_numbers():
-    assert score_of(EvalOutputItem(id="i", score=numpy.float32(0.5))) == Score(0.5)
-    assert score_of(EvalOutputItem(id="i", score=numpy.int64(2))) == Score(2.0)
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(2), 2.0),
+        (numpy.bool_(True), 1.0),
+        (numpy.array(0.5), 0.5),
+        (torch.tensor(0.5), 0.5),
+        (Decimal("0.5"), 0.5),
+    ],
+)
+def test_numbers_of_other_types_are_numbers(returned: Any, value: float):
+    got = score_of(EvalOutputItem(id="i", score=returned))
+    assert got == Score(value) and type(got.value) is float
 
 
 @pytest.mark.parametrize(
-    "returned", [None, math.nan, math.inf, "0.5", [1], {"score": 1}, Decimal(1)]
+    "returned",
+    [
+        *(None, math.nan, math.inf, "0.5", [1], {"score": 1}, 1j, 10**400, Decimal("NaN")),
+        *(numpy.array([0.5]), torch.tensor([0.5]), numpy.str_("0.5"), numpy.complex64(1)),
+    ],
 )
 async def test_what_is_no_finite_number_is_a_failure(returned: Any):
     got = await score(Says(), item(returned, id="row-7"))
     assert got.value is None
     assert got.failure is not None
-    assert (
-        got.failure.message
-        == f"item 'row-7': the score is {returned!r}; it must be a finite number"
+    assert got.failure.message == (
+        f"item 'row-7': the score is {returned!r}; return a finite number, such as float(...)"
     )
 
 
