@@ -54,6 +54,12 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("max_loras", 1, "1; hone needs 3 or more"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
         ("inference_gpu_ids", ["0"], "is not a list of GPU ids"),
+        (
+            "inference_gpu_ids",
+            [0, 1, 0],
+            "[0, 1, 0] names GPU 0 more than once; name each GPU once",
+        ),
+        ("trainer_gpu_ids", [1, 1], "[1, 1] names GPU 1 more than once"),
         # hone computes with these, so they are numbers, although vLLM reads some as text.
         ("max_model_len", "16k", "'16k'; expected a whole number above 0"),
         ("max_model_len", -1, "-1; expected a whole number above 0"),

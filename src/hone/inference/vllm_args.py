@@ -109,6 +109,11 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
         is_list = isinstance(value, list) and value and all(type(gpu) is int for gpu in value)
         if not is_list or any(gpu < 0 for gpu in value):
             raise ConfigError(f"{where}: {value!r} is not a list of GPU ids, such as [0, 1]")
+        repeated = [gpu for i, gpu in enumerate(value) if gpu in value[:i]]
+        if repeated:
+            raise ConfigError(
+                f"{where}: {value!r} names GPU {repeated[0]} more than once; name each GPU once"
+            )
         return
     if key in OWNED and value not in (None, False, _SAME.get(key)):
         raise ConfigError(f"{where}: {value!r} cannot be set: {OWNED[key]}")
