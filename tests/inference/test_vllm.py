@@ -442,10 +442,9 @@ def wait_until(what: Any, within_s: float) -> bool:
 
 OWNER = """
 import sys, threading, time
-from pathlib import Path
 from hone.inference.vllm_process import VllmProcess, require_vllm
-process = VllmProcess(Path(sys.argv[2]))
-arguments = [sys.argv[3], "--enforce-eager", "--max-model-len", "512", "--dtype", sys.argv[4]]
+process = VllmProcess()
+arguments = [sys.argv[2], "--enforce-eager", "--max-model-len", "512", "--dtype", sys.argv[3]]
 arguments += ["--enable-lora"]
 run = lambda: process.start(require_vllm(sys.argv[1]), arguments)
 threading.Thread(target=run, daemon=True).start()
@@ -456,10 +455,10 @@ time.sleep(600)
 """
 
 
-async def test_vllm_dies_with_its_owner(model: Path, tmp_path: Path) -> None:
+async def test_vllm_dies_with_its_owner(model: Path) -> None:
     """Also by SIGKILL, and with the workers it has started by then."""
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, PYTHON, str(tmp_path), str(model), DTYPE],
+        [sys.executable, "-c", OWNER, PYTHON, str(model), DTYPE],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -486,8 +485,8 @@ def logs(tmp_path: Path) -> Iterator[Path]:
     stop_logging()
 
 
-async def test_workers_die_with_their_server(model: Path, tmp_path: Path, logs: Path) -> None:
-    process = VllmProcess(tmp_path)
+async def test_workers_die_with_their_server(model: Path, logs: Path) -> None:
+    process = VllmProcess()
     assert process.log == logs / "vllm.log"
     arguments = [str(model), "--enforce-eager", "--max-model-len", "512", "--dtype", DTYPE]
     arguments += ["--enable-lora", *(["--gpu-memory-utilization", "0.2"] if ON_GPU else [])]
@@ -509,8 +508,8 @@ async def test_workers_die_with_their_server(model: Path, tmp_path: Path, logs: 
         process.stop()
 
 
-async def test_a_server_that_cannot_start_says_why(model: Path, tmp_path: Path) -> None:
-    process = VllmProcess(tmp_path)
+async def test_a_server_that_cannot_start_says_why(model: Path) -> None:
+    process = VllmProcess()
     arguments = [str(model), "--max-model-len", "100000", "--dtype", DTYPE]
     with pytest.raises(EngineFailed, match=r"(?s)exit status 1\..*max_model_len"):
         process.start(require_vllm(PYTHON), arguments)

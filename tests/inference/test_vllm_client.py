@@ -179,9 +179,9 @@ class OwnStandin(Standin):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[tuple[OwnStandin, VllmProcess]]:
+def own() -> Iterator[tuple[OwnStandin, VllmProcess]]:
     """A stand-in at the socket of a process that hone would have started."""
-    standin, process = OwnStandin(), VllmProcess(tmp_path / "engine")
+    standin, process = OwnStandin(), VllmProcess()
     config = uvicorn.Config(
         standin.app, uds=str(process.socket), log_level="warning", lifespan="off"
     )

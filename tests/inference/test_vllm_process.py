@@ -18,6 +18,7 @@ from tests.inference.conftest import write_vllm
 from tests.patience import PATIENCE_S
 
 from hone.errors import ConfigError, EngineError, EngineFailed
+from hone.inference.vllm import VllmEngine
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.inference.vllm_server import VllmServer, start_server
 
@@ -79,8 +80,8 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @contextmanager
-def running(python: str, directory: Path, **more: Any) -> Iterator[VllmProcess]:
-    process = VllmProcess(directory)
+def running(python: str, **more: Any) -> Iterator[VllmProcess]:
+    process = VllmProcess()
     try:
         process.start(require_vllm(python), ["model"], **more)
         yield process
@@ -104,18 +105,35 @@ def all_end(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
 
 
-def server_of(model: Path, python: str, directory: Path, **args: Any) -> VllmServer:
-    return start_server(
-        str(model),
-        environment=require_vllm(python),
-        directory=directory,
-        args=args,
-        dtype="float32",
-        max_length=64,
-        max_adapters=2,
-        rank=4,
-        on_gpu=False,
-    )
+def options(python: str, **args: Any) -> dict[str, Any]:
+    sizes = {"max_length": 64, "max_adapters": 2, "rank": 4}
+    environment = require_vllm(python)
+    return {"environment": environment, "args": args, "dtype": "float32", "on_gpu": False, **sizes}
+
+
+def server_of(model: Path, python: str, **args: Any) -> VllmServer:
+    return start_server(str(model), **options(python, **args))
+
+
+async def test_a_closed_engine_leaves_no_directory(
+    python: str, model: Path, tmp_path: Path
+) -> None:
+    processes: list[VllmProcess] = []
+
+    @contextmanager
+    def noted(process: VllmProcess) -> Iterator[None]:
+        processes.append(process)
+        if len(processes) == 2:
+            raise EngineError("the server closes")
+        yield
+
+    directory = tmp_path / "engine"
+    engine = VllmEngine.open(str(model), directory=directory, start=noted, **options(python))
+    await engine.close()
+    with pytest.raises(EngineError, match="the server closes"):
+        VllmEngine.open(str(model), directory=directory, start=noted, **options(python))
+    left = [path for path in (directory, *(p.socket.parent for p in processes)) if path.exists()]
+    assert left == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +142,6 @@ def server_of(model: Path, python: str, directory: Path, **args: Any) -> VllmSer
 def test_the_log_shows_what_vllm_does_while_it_starts(
     python: str,
     model: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     loads: str,
@@ -140,7 +157,7 @@ def test_the_log_shows_what_vllm_does_while_it_starts(
     ]
     monkeypatch.setenv("HONE_TEST_SAYS", "\n".join(lines))
     caplog.set_level(logging.INFO)
-    server = server_of(model, python, tmp_path / "engine")
+    server = server_of(model, python)
     assert server.process is not None
     try:
         shown = [record.getMessage() for record in caplog.records]
@@ -156,9 +173,9 @@ def test_the_log_shows_what_vllm_does_while_it_starts(
         server.process.stop()
 
 
-def test_only_this_user_reaches_it(python: str, tmp_path: Path) -> None:
+def test_only_this_user_reaches_it(python: str) -> None:
     """Its routes load files and call methods of its workers, and ask for no key."""
-    with running(python, tmp_path / "engine") as process:
+    with running(python) as process:
         assert stat.S_ISSOCK(process.socket.stat().st_mode)
         directory = process.socket.parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -174,7 +191,7 @@ def test_only_this_user_reaches_it(python: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("longrope", [{"rope_type": "longrope"}, {"type": "su"}], ids=str)
 def test_a_model_with_longrope_is_served_up_to_its_long_factors(
-    python: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, longrope: Any
+    python: str, model: Path, caplog: pytest.LogCaptureFixture, longrope: Any
 ) -> None:
     """vLLM would use them for every sequence, transformers and the learner for longer ones only."""
     config = json.loads((model / "config.json").read_text())
@@ -182,7 +199,7 @@ def test_a_model_with_longrope_is_served_up_to_its_long_factors(
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps(config))
     caplog.set_level(logging.INFO)
-    server = server_of(model, python, tmp_path / "engine")
+    server = server_of(model, python)
     assert server.process is not None and server.process.pid is not None
     try:
         assert server.max_length == 32
@@ -191,22 +208,22 @@ def test_a_model_with_longrope_is_served_up_to_its_long_factors(
     finally:
         server.process.stop()
     with pytest.raises(ConfigError, match=r"max_model_len: 64; .* is served up to 32 tokens"):
-        server_of(model, python, tmp_path / "engine", max_model_len=64)
+        server_of(model, python, max_model_len=64)
 
 
 def test_a_server_that_cannot_answer_says_why(
-    python: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HONE_TEST_REFUSES", "/v1/completions")
     with pytest.raises(EngineFailed, match=r"(?s)500.*RuntimeError: unknown head size 8"):
-        server_of(model, python, tmp_path / "engine")
+        server_of(model, python)
 
 
 def test_a_server_that_never_answers_is_stopped(
-    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HONE_TEST_REFUSES", "/health")
-    process = VllmProcess(tmp_path / "engine")
+    process = VllmProcess()
     with pytest.raises(
         EngineError, match=r"did not answer within 0 s\. The last lines of its log:"
     ):
@@ -214,8 +231,8 @@ def test_a_server_that_never_answers_is_stopped(
     assert process.pid is not None and all_end(members(process.pid))
 
 
-def test_workers_die_with_their_server(python: str, tmp_path: Path) -> None:
-    with running(python, tmp_path / "engine") as process:
+def test_workers_die_with_their_server(python: str) -> None:
+    with running(python) as process:
         assert process.pid is not None
         group = members(process.pid)
         os.kill(process.pid, signal.SIGKILL)
@@ -225,17 +242,16 @@ def test_workers_die_with_their_server(python: str, tmp_path: Path) -> None:
 
 OWNER = """
 import sys, time
-from pathlib import Path
 from hone.inference.vllm_process import VllmProcess, require_vllm
-process = VllmProcess(Path(sys.argv[2]))
+process = VllmProcess()
 process.start(require_vllm(sys.argv[1]), ["model"])
 print(process.pid, process.socket.parent, flush=True)
 time.sleep(600)
 """
 
 
-def test_vllm_dies_with_hone_however_that_ends(python: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, python, str(tmp_path / "engine")]
+def test_vllm_dies_with_hone_however_that_ends(python: str) -> None:
+    command = [sys.executable, "-c", OWNER, python]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, private = owner.stdout.readline().split()

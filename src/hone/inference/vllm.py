@@ -77,8 +77,7 @@ class VllmEngine:
     @classmethod
     def open(cls, name: str, *, directory: Path, **options: Any) -> "VllmEngine":
         """Start a vLLM server for a model by name, see `start_server`. Blocking."""
-        server = start_server(name, directory=directory, **options)
-        return cls(server, directory=directory / "adapters")
+        return cls(start_server(name, **options), directory=directory)
 
     @classmethod
     def connect(cls, name: str, url: str, *, directory: Path, max_length: int) -> "VllmEngine":

@@ -130,15 +130,11 @@ def check_version(version: str, *, where: str) -> None:
 class VllmProcess:
     """A vLLM server started by this process."""
 
-    def __init__(self, directory: Path, *, less_memory: str = "") -> None:
-        """`directory` is for its adapters; `start` begins it.
-
-        `less_memory` is added to the error of a server that ran out of memory.
-        """
-        self.directory = directory
+    def __init__(self, *, less_memory: str = "") -> None:
+        """`less_memory` is added to the error of a server that ran out of memory."""
         self._less_memory = less_memory
         self.log = output_file("vllm")
-        # Not in `directory`: the path of a socket may have at most about a hundred characters.
+        # Not under the server's root: the path of a socket may have at most about a hundred characters.
         self._private = Path(tempfile.mkdtemp(prefix=vllm_worker.PREFIX))
         self.socket = self._private / "socket"
         self._last: deque[str] = deque(maxlen=LAST_LINES)
@@ -160,7 +156,6 @@ class VllmProcess:
         start_s: float = START_S,
     ) -> None:
         """Start it and wait until it answers; `tell` is called with each startup stage."""
-        self.directory.mkdir(parents=True, exist_ok=True)
         script = self._private / f"{WORKER}.py"
         shutil.copyfile(vllm_worker.__file__, script)
         read, write = os.pipe()

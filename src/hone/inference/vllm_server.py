@@ -10,7 +10,6 @@ and log-probabilities are temperature-scaled. A server that the user started is 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -55,7 +54,6 @@ def start_server(
     name: str,
     *,
     environment: VllmEnvironment,
-    directory: Path,
     args: Mapping[str, Any],
     dtype: str,
     max_length: int,
@@ -86,16 +84,16 @@ def start_server(
         rank=rank,
         sleeps=sleeps,
     )
-    process = VllmProcess(directory, less_memory=less_memory)
+    process = VllmProcess(less_memory=less_memory)
     began = perf_counter()
     say("vLLM starts", base_model=name, version=environment.version, log=process.log)
 
     def tell(stage: str) -> None:
         say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
 
-    with start(process):
-        process.start(environment, arguments, env=env, tell=tell)
     try:
+        with start(process):
+            process.start(environment, arguments, env=env, tell=tell)
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
             check_logprobs(client, "http://vllm", BASE_NAME)
             kv_bytes = _kv_bytes(client)
