@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,11 +279,12 @@ async def test_a_learner_without_enough_memory_fails_its_job_and_says_what_would
         assert job.failure is not None and job.failure.type == "OutOfMemory"
         first, advice = job.failure.message.splitlines()
         assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
-        assert advice.startswith(
-            "What would fit on a GPU of 24.0 GB: reduce gpu_memory_utilization"
+        # Settings of vLLM do not apply to the embedded engine. A group has three generations.
+        assert re.fullmatch(
+            r"What needs less memory: reduce max_seq_length to \d+; reduce num_generations to 2; "
+            r"or choose a smaller base_model\.",
+            advice,
         )
-        assert "reduce num_generations to 2;" in advice  # a group has three
-        assert "tensor_parallel_size to 2" in advice and "max_seq_length to " in advice
 
 
 # ---- one GPU for both ----------------------------------------------------------------------------

@@ -181,12 +181,18 @@ def memory_advice(
     sleep: bool | None = None,
     generations: int | None = None,
     tensor_parallel: int = 1,
+    is_vllm: bool = True,
 ) -> str:
     """What to do when memory was exhausted: the four settings, with values that would fit.
 
-    `utilization` and `sleep` as for `plan_card`.
+    `utilization` and `sleep` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
     """
     fewer = "" if generations is None else f" to {max(2, generations // 2)}"
+    if not is_vllm:
+        return (
+            f"What needs less memory: reduce max_seq_length to {next(_shorter(needs.max_length))}; "
+            f"reduce num_generations{fewer}; or choose a smaller base_model."
+        )
     rest = (
         f"reduce num_generations{fewer}; or increase tensor_parallel_size to {2 * tensor_parallel}, "
         "with as many GPUs."

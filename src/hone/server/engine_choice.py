@@ -229,6 +229,7 @@ class EngineChoice:
             sleep=self._sleep(plan),
             generations=generations,
             tensor_parallel=len(gpus.inference) or 1,
+            is_vllm=self.is_vllm,
         )
 
     def machine(self) -> tuple[str, Any, int]:
