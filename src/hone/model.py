@@ -23,7 +23,13 @@ from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
 from hone.errors import ConfigError
 from hone.train_config import TrainSFTConfig
-from hone.trajectory import Trajectory, TrajectoryGroup, check_rewards, means
+from hone.trajectory import (
+    Trajectory,
+    TrajectoryGroup,
+    as_plain_number,
+    check_rewards,
+    means,
+)
 from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
 
 if TYPE_CHECKING:
@@ -167,8 +173,17 @@ class Model(BaseModel, Generic[ConfigT]):
         Returns the metrics that were written.
         """
         items = list(trajectories or ())
+        if stored_name(split) != split:
+            raise ConfigError(
+                f"model {self.name!r}: log() split is {split!r}; use letters, digits, '.', '_' and '-'"
+            )
+        if step is not None and not (isinstance(step, int) and step >= 0):
+            raise ConfigError(
+                f"model {self.name!r}: log() step is {step!r}; a step is 0, 1, 2, ..."
+            )
         check_rewards(items, f"model {self.name!r}: log()")
-        written = {**means(items), **(metrics or {})}
+        more = {name: as_plain_number(value) for name, value in (metrics or {}).items()}
+        written = {**means(items), **more}
         if not written:
             raise ConfigError(f"model {self.name!r}: log() got neither trajectories nor metrics")
         step = await self.get_step() if step is None else step

@@ -23,6 +23,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    PlainSerializer,
     PrivateAttr,
     SerializationInfo,
     field_serializer,
@@ -42,6 +43,17 @@ def _is_none(value: object) -> bool:
 SHORT_LOGPROBS = {"logprobs": "short"}
 """Serialization context of a request: choices with token ids have plain numbers as log-probabilities,
 a sixth of the bytes."""
+
+
+def as_plain_number(value: Any) -> Any:
+    """A number of numpy or torch as Python's own; other values as they are."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+
+
+Metric = Annotated[
+    float | int | bool, PlainSerializer(as_plain_number, return_type=float | int | bool)
+]
+"""A number. numpy's and torch's become Python's own when the trajectory is written or sent."""
 
 
 class History(BaseModel):
@@ -76,7 +88,7 @@ class Trajectory(History):
     reward: float = Field(default=0.0, allow_inf_nan=False)
     shaped_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     """One value per trained call, for `credit: per_call` or `return_to_go`."""
-    metrics: dict[str, float | int | bool] = {}
+    metrics: dict[str, Metric] = {}
     metadata: dict[str, float | int | str | bool | None] = {}
     logs: list[str] = []
     initial_policy_version: int | None = Field(default=None, exclude_if=_is_none)
@@ -142,7 +154,7 @@ class TrajectoryGroup(BaseModel):
     """Id of the input they share."""
     exceptions: list[Failure] = []
     """Rollouts that failed."""
-    metrics: dict[str, float | int | bool] = {}
+    metrics: dict[str, Metric] = {}
     metadata: dict[str, float | int | str | bool | None] = {}
     logs: list[str] = []
     _pending: list[Any] = PrivateAttr(default_factory=list)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -69,12 +70,16 @@ async def test_a_model_that_is_not_trained():
 async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(tmp_path: Path):
     model = prompted(project="games", base_path=str(tmp_path))
     group = TrajectoryGroup([Trajectory(reward=1, logs=["won"]), Trajectory(reward=0)])
-    logged = await model.log([group, ValueError("lost")], split="test", metrics={"cost": 2.0})
+    moves: Any = np.int64(3)
+    cost: Any = np.float32(2)
+    group.trajectories[0].metrics["moves"] = moves  # assigned values are not validated
+    logged = await model.log([group, ValueError("lost")], split="test", metrics={"cost": cost})
     # Two rewards, 1 and 0; one failure in three rollouts.
     assert logged == {
         "test/reward": 0.5,
         "test/reward_std_dev": 0.5,
         "test/exception_rate": pytest.approx(1 / 3),
+        "test/moves": 3.0,
         "test/cost": 2.0,
     }
     await model.log(None, metrics={"reward": 0.75}, step=4)
@@ -99,6 +104,19 @@ async def test_a_reward_that_is_not_a_number_is_not_averaged_away(tmp_path: Path
         await model.log([TrajectoryGroup([scored, unscored])])
     with pytest.raises(ConfigError, match=rf"log\(\): trajectories\.1\.reward is {reward!r}"):
         await model.log([scored, unscored])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [({"split": "../x"}, "split is '../x'"), ({"step": "x"}, "step"), ({"step": -1}, "step is -1")],
+)
+async def test_nothing_is_logged_for_a_split_or_a_step_that_is_none(
+    tmp_path: Path, where: dict[str, Any], message: str
+):
+    model = prompted(project="games", base_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        await model.log([Trajectory(reward=1)], **where)
     assert not list(tmp_path.iterdir())
 
 
