@@ -255,6 +255,7 @@ def test_variables_take_the_type_of_their_key(write: Write, monkeypatch: pytest.
         (dict[str, list[str]], "{a: [1, 2]}", {"a": ["1", "2"]}),
         (Any, "{a: [1, '2']}", {"a": [1, "2"]}),
         (Any, "[unclosed", "[unclosed"),
+        (Any, "[&a [*a]]", "[&a [*a]]"),
         (float | None, "None", None),
         (bool, "maybe", "maybe"),
     ],

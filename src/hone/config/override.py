@@ -131,7 +131,7 @@ def typed(annotation: Any, text: str) -> Any:
     if holders and text.lstrip()[:1] in ("[", "{"):
         try:
             return _of_node(annotation, yaml.compose(text, Loader=yaml.SafeLoader))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):  # an alias to itself, thousands of brackets
             return text
     lists = [o for o in wanted if (get_origin(o) or o) in shape.LISTS]
     if lists and not any(_is_text(o) for o in wanted):
