@@ -30,7 +30,7 @@ from hone.models.lora_linear import (
     LoraModules,
     lora_linears,
 )
-from hone.models.shape import BODY, adapted_linears, restricted, runs_own_decoder
+from hone.models.shape import BODY, Linears, adapted_linears, restricted, runs_own_decoder
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 
@@ -353,6 +353,32 @@ def test_joint_layers_compute_with_the_newest_factors():
     modules.detach()
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         assert torch.equal(parameter, weight) and parameter.is_contiguous()
+
+
+def test_joint_layers_with_one_weight_have_factors_of_their_own():
+    """As the shared blocks of Zamba 2; a layer that no adapter covers shares the weight, too."""
+    torch.manual_seed(0)
+    linears = {name: torch.nn.Linear(8, 8, bias=False) for name in "abc"}
+    weight = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    for linear in linears.values():
+        linear.weight = weight
+    model = torch.nn.ModuleDict(linears)
+    layout = Linears({name: ((name, 8, 8),) for name in "ab"})
+    modules = LoraModules(model, layout)
+    modules.join()
+    lora = Lora.init(layout, rank=3).trainable_()
+    with torch.no_grad():
+        for _, leaf in lora.parameters():
+            leaf.normal_()
+    x, before = torch.randn(5, 8), weight.clone()
+    modules.attach(lora)
+    for name in "ab":
+        a, (b,) = lora.factors(name)
+        expected = x @ before.t() + lora.scale * (x @ a.t()) @ b.t()
+        torch.testing.assert_close(model[name](x), expected)
+    torch.testing.assert_close(model["c"](x), x @ before.t())
+    modules.detach()
+    assert torch.equal(weight, before)
 
 
 def test_a_kept_result_is_not_given_to_another_input():

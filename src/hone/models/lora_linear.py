@@ -8,6 +8,7 @@ where every product costs the CPU 0.1 ms before its kernel starts, layers that r
 key; gate and up) are one product of the forward pass, and a copy of one factor is in the weights' tensor.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +60,9 @@ class LoraLinears(nn.Module):
         self.joint = False
         """Whether all layers are computed at once. False inside a compiled checkpoint, where torch 2.11 would
         store what it should recompute."""
+        self.tied = False
+        """Whether other layers have the same weights (Zamba 2). They are then never computed at once with
+        factors, because each layer has its own."""
         self._ranks = [0] * len(linears)
         """The factors that `wide` has room for."""
         self._input: Tensor | None = None
@@ -77,7 +81,7 @@ class LoraLinears(nn.Module):
     def make_room(self) -> None:
         """Give `wide` the shape that the factors need."""
         ranks = [0 if factors is None else factors.b.shape[1] for factors in self.factors]
-        if ranks == self._ranks:
+        if self.tied or ranks == self._ranks:
             return
         weight, total = self.weight, sum(ranks)
         below, beside = (0, -(-total // ALIGNED) * ALIGNED) if self.beside else (total, 0)
@@ -90,7 +94,7 @@ class LoraLinears(nn.Module):
         """The parts of `wide` that hold factors, and these."""
         first = self.inputs if self.beside else sum(self.outputs)
         for index, factors in enumerate(self.factors):
-            if factors is None:
+            if self.tied or factors is None:
                 continue
             last = first + factors.b.shape[1]
             if self.beside:
@@ -106,7 +110,7 @@ class LoraLinears(nn.Module):
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         """The output of one layer; with `joint`, those of the others are kept until they are asked for."""
-        if not self.joint:
+        if self.tied or not self.joint:
             return self._alone(x, index)
         if len(self.outputs) == 1:
             return self._all(x)[0]
@@ -254,6 +258,9 @@ class LoraModules:
                 parent, _, name = path.rpartition(".")
                 setattr(model.get_submodule(parent), name, LoraLinear(layers, index))
         self._all = lora_linears(model)
+        uses = Counter[Tensor](p for m in model.modules() for p in m.parameters(recurse=False))
+        for layers in self._all:
+            layers.tied = uses[layers.wide] > 1
 
     def join(self) -> None:
         """Compute the layers of one input at once, with their factors, from the next `attach` on."""
