@@ -381,6 +381,36 @@ def test_joint_layers_with_one_weight_have_factors_of_their_own():
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_the_base_model_is_itself_after_an_adapter_that_was_not_attached(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+):
+    model = BY_NAME["Qwen2.5"].model().requires_grad_(False)
+    layout = adapted_linears(model.config.to_dict(), model)
+    modules = LoraModules(model, layout)
+    modules.join()
+    ids = torch.arange(1, 9)[None]
+    base = model(input_ids=ids, use_cache=False).logits
+    lora = Lora.init(layout, rank=3).trainable_()
+    with torch.no_grad():
+        for _, leaf in lora.parameters():
+            leaf.normal_()
+    calls: list[LoraLinears] = []
+
+    def fail(layers: LoraLinears) -> None:
+        calls.append(layers)
+        if len(calls) == 4:
+            raise error
+        make_room(layers)
+
+    make_room = LoraLinears.make_room
+    monkeypatch.setattr(LoraLinears, "make_room", fail)
+    with pytest.raises(error):
+        modules.attach(lora)
+    modules.attach(None)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, base)
+
+
 def test_a_kept_result_is_not_given_to_another_input():
     linears = [torch.nn.Linear(4, n) for n in (4, 2)]
     layers = LoraLinears(linears)

@@ -276,15 +276,15 @@ class LoraModules:
         """
         if lora is not self._attached:
             self._attached, self._copies, self._versions = None, [], []
-            self._set_factors(lora)
-            if self._joint and lora is not None:
-                try:
+            try:
+                self._set_factors(lora)
+                if self._joint and lora is not None:
                     for layers in self._all:
                         layers.make_room()
-                except torch.OutOfMemoryError:
-                    self._set_factors(None)
-                    raise
-                self._copies = [pair for layers in self._all for pair in layers.places()]
+                    self._copies = [pair for layers in self._all for pair in layers.places()]
+            except BaseException:
+                self._set_factors(None)
+                raise
             self._attached = lora
         versions = [source._version for _, source in self._copies]
         if versions != self._versions:
