@@ -26,7 +26,8 @@ BLOCK = 128
 """Size of a mask block in tokens, in both directions: the kernel's own granularity."""
 RECOMPILES = 512
 """Maximum number of compiled versions of a layer: kinds x lengths x (2 x shapes of adapters + 1). With and
-without an adapter, weights have room for it; before the first one, they have none. A learner lives as long as its server and trains every model of its base model, each with a rank, alpha and
+without an adapter, weights have room for it; before the first one, they have none.
+A learner lives as long as its server and trains every model of its base model, each with a rank, alpha and
 target_modules of its own. Versions that are not used cost nothing."""
 
 BlockMasks = dict[int, Any]
