@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from hone.config.base import EvaluatorBaseConfig, LLMRef
 from hone.config.build import Builder
@@ -41,6 +41,8 @@ class PythonEvaluatorConfig(EvaluatorBaseConfig, name="python"):
     or the item as its only parameter; it returns a number, a number and a reason, or an
     EvalOutputItem.
     """
+
+    model_config = ConfigDict(allow_inf_nan=True)  # `args` are the function's own
 
     target: str
     """`package.module:function`, or `file.py:function` relative to this file."""

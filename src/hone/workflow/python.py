@@ -12,7 +12,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, FunctionRef, LLMRef, register_function
@@ -24,6 +24,8 @@ from hone.workflow.target import load_target
 
 class PythonFunctionConfig(FunctionBaseConfig, name="python"):
     """A Python function, async or plain, called as `fn(input, **args)`."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # `args` are the function's own
 
     target: str
     """`package.module:function`, or `file.py:function` relative to this file."""
