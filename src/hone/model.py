@@ -23,13 +23,7 @@ from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
 from hone.errors import ConfigError
 from hone.train_config import TrainSFTConfig
-from hone.trajectory import (
-    Trajectory,
-    TrajectoryGroup,
-    as_plain_number,
-    check_rewards,
-    means,
-)
+from hone.trajectory import Trajectory, TrajectoryGroup, as_plain_number, means
 from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
 
 if TYPE_CHECKING:
@@ -42,7 +36,6 @@ MAX_CONNECTIONS = 100_000
 """The server limits the rollouts, not the client's connection pool."""
 
 ConfigT = TypeVar("ConfigT", default=Any)
-Logged = Iterable[Trajectory | TrajectoryGroup | BaseException]
 
 log = logging.getLogger("hone")
 
@@ -156,7 +149,7 @@ class Model(BaseModel, Generic[ConfigT]):
 
     async def log(
         self,
-        trajectories: Logged | None = None,
+        trajectories: model_files.Logged | None = None,
         split: str = "val",
         *,
         metrics: Mapping[str, float] | None = None,
@@ -173,15 +166,7 @@ class Model(BaseModel, Generic[ConfigT]):
         Returns the metrics that were written.
         """
         items = list(trajectories or ())
-        if stored_name(split) != split:
-            raise ConfigError(
-                f"model {self.name!r}: log() split is {split!r}; use letters, digits, '.', '_' and '-'"
-            )
-        if step is not None and not (isinstance(step, int) and step >= 0):
-            raise ConfigError(
-                f"model {self.name!r}: log() step is {step!r}; a step is 0, 1, 2, ..."
-            )
-        check_rewards(items, f"model {self.name!r}: log()")
+        model_files.check_logged(f"model {self.name!r}: log()", split, step, items)
         more = {name: as_plain_number(value) for name, value in (metrics or {}).items()}
         written = {**means(items), **more}
         if not written:

@@ -7,13 +7,18 @@ A trained model's history is on its server. Only models that no server trains ha
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hone.disk import append_lines, storage, write_atomic
+from hone.errors import ConfigError
+from hone.tally import as_float
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import stored_name
+
+Logged = Iterable[Trajectory | TrajectoryGroup | BaseException]
 
 
 def model_directory(base_path: str, project: str, name: str) -> Path:
@@ -47,11 +52,34 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
+def check_logged(where: str, split: str, step: int | None, items: Logged) -> None:
+    """Raise ConfigError for what cannot be a file's name, and for a reward that is no finite number.
+
+    A reward that was assigned has not been validated.
+    """
+    if stored_name(split) != split:
+        raise ConfigError(f"{where} split is {split!r}; use letters, digits, '.', '_' and '-'")
+    if step is not None and not (isinstance(step, int) and step >= 0):
+        raise ConfigError(f"{where} step is {step!r}; a step is 0, 1, 2, ...")
+    for i, item in enumerate(items):
+        group = item.trajectories if isinstance(item, TrajectoryGroup) else [item]
+        for j, one in enumerate(group):
+            if not isinstance(one, Trajectory):
+                continue
+            reward = as_float(one.reward)
+            if reward is None or not math.isfinite(reward):
+                at = f"{i}.trajectories.{j}" if isinstance(item, TrajectoryGroup) else f"{i}"
+                raise ConfigError(
+                    f"{where}: trajectories.{at}.reward is {one.reward!r}; a reward is a finite number. "
+                    "Log a rollout that could not be scored as an exception in place of its trajectory."
+                )
+
+
 def log_trajectories(
     directory: Path,
     split: str,
     step: int,
-    items: Iterable[Trajectory | TrajectoryGroup | BaseException],
+    items: Logged,
 ) -> None:
     """Append one line per group to trajectories/SPLIT/STEP.jsonl."""
     groups = [

@@ -13,6 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Complex, Real
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hone.errors import AgentFailed, ConfigError
@@ -101,7 +102,7 @@ class Tally:
             trajectory.metrics["completion_tokens"] = sum(counts) / len(counts)
             self.tokens += sum(counts)
         for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
-            if (number := _number(value)) is not None:
+            if (number := as_float(value)) is not None:
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = (total + number, count + 1)
 
@@ -200,10 +201,15 @@ def discard(item: Any) -> None:
             rollout.close()
 
 
-def _number(value: Any) -> float | None:
-    """The value as a float; None for text, None and whatever else is not a number that fits."""
+def as_float(value: Any) -> float | None:
+    """A number of any type, such as a Decimal or a 0-d tensor, as a float; None for other values."""
+    kind = type(value)
+    is_complex = issubclass(kind, Complex) and not issubclass(kind, Real)
+    is_array = getattr(value, "ndim", 0) != 0
+    if is_complex or is_array or issubclass(kind, str) or not hasattr(kind, "__float__"):
+        return None
     try:
-        return None if isinstance(value, str | bytes) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -30,7 +30,6 @@ from pydantic import (
     model_validator,
 )
 
-from hone.errors import ConfigError
 from hone.tally import run_rollouts
 from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tools
 
@@ -261,22 +260,6 @@ class _Group(Protocol):
     def exceptions(self) -> Sequence[object]: ...
     @property
     def metrics(self) -> Mapping[str, float | None]: ...
-
-
-def check_rewards(
-    items: Iterable[Trajectory | TrajectoryGroup | BaseException], where: str
-) -> None:
-    """Raise ConfigError for a reward that is not a finite number: assigned values are not validated."""
-    for i, item in enumerate(items):
-        group = item.trajectories if isinstance(item, TrajectoryGroup) else [item]
-        for j, one in enumerate(group):
-            reward: Any = one.reward if isinstance(one, Trajectory) else 0.0
-            if not hasattr(reward, "__float__") or not math.isfinite(_number(reward)):
-                at = f"{i}.trajectories.{j}" if isinstance(item, TrajectoryGroup) else f"{i}"
-                raise ConfigError(
-                    f"{where}: trajectories.{at}.reward is {reward!r}; a reward is a finite number. "
-                    "Log a rollout that could not be scored as an exception in place of its trajectory."
-                )
 
 
 def means(items: Iterable[_Group | Trajectory | BaseException]) -> dict[str, float]:

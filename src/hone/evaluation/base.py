@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from numbers import Complex, Real
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Protocol, Self, runtime_checkable
@@ -22,6 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hone.capture.base import SeenCall, Step
 from hone.errors import ConfigError
+from hone.tally import as_float
 from hone.trajectory import failure_of
 from hone.types import Failure
 
@@ -271,27 +271,14 @@ def score_of(output: EvalOutputItem) -> Score:
     if output.failure is not None or output.error:
         failure = output.failure or Failure(type="EvaluatorError", message=str(output.error))
         return Score(None, output.reasoning, failure)
-    number = _number(output.score)
-    if math.isfinite(number):
+    number = as_float(output.score)
+    if number is not None and math.isfinite(number):
         return Score(number, output.reasoning)
     message = (
         f"item {output.id!r}: the score is {output.score!r}; return a finite number, such as "
         "float(...)"
     )
     return Score(None, output.reasoning, Failure(type="NoScore", message=message))
-
-
-def _number(value: Any) -> float:
-    """A number of any type, such as a Decimal or a 0-d tensor, as a float; NaN for other values."""
-    kind = type(value)
-    is_complex = issubclass(kind, Complex) and not issubclass(kind, Real)
-    is_array = getattr(value, "ndim", 0) != 0
-    if is_complex or is_array or issubclass(kind, str) or not hasattr(kind, "__float__"):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def output_of(scores: Iterable[tuple[str, Score]]) -> EvalOutput:
