@@ -61,7 +61,8 @@ class AdamW:
             amsgrad=False,
             maximize=False,
         )
-        # The fused kernel does not; LoraModules copies factors that have changed.
+        # torch counts changes in place, but not those of its fused kernel. LoraModules copies factors
+        # that have changed.
         torch.autograd.graph.increment_version([leaf for leaf, _ in moved])
 
     def zero_grad(self) -> None:
