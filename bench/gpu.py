@@ -90,10 +90,12 @@ TILES: list[dict[str, Any]] = [
 class Bench:
     """The measurements of one shape on one device."""
 
-    def __init__(self, name: str, device: str, repeats: int, layers: int | None = None) -> None:
+    def __init__(
+        self, name: str, device: str, repeats: int, rank: int = RANK, layers: int | None = None
+    ) -> None:
         import torch
 
-        self.name, self.device, self.repeats = name, device, repeats
+        self.name, self.device, self.repeats, self.rank = name, device, repeats, rank
         self.sizes = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.small = name == "tiny"
@@ -540,7 +542,7 @@ class Bench:
         model = self._model()
         raw = json.loads(model.config.to_json_string(use_diff=False))
         made = TransformersBody(model, raw=raw, memory=most, **body)
-        lora = Lora.init(made.layout, rank=RANK, alpha=ALPHA, device=self.device)
+        lora = Lora.init(made.layout, rank=self.rank, alpha=ALPHA, device=self.device)
         torch.manual_seed(1)
         return Learner(made, lora, base_model="bench")
 
@@ -549,7 +551,7 @@ class Bench:
 
         self._free()
         settings = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=self.rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         return get_peft_model(self._model(), settings)
 
@@ -672,8 +674,8 @@ def learner(options: argparse.Namespace) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for shape in options.shapes.split(","):
-        bench = Bench(shape, device, options.repeats)
-        shallow = Bench(shape, device, options.repeats, layers=4)
+        bench = Bench(shape, device, options.repeats, options.rank)
+        shallow = Bench(shape, device, options.repeats, options.rank, layers=4)
         measurements: dict[str, Callable[[], None]] = {
             "matmul": bench.matmul,
             "trie": bench.trie,
@@ -704,6 +706,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measurements, separated by commas")
     parser.add_argument("--shapes", default="3b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=RANK, help="of LoRA")
     learner(parser.parse_args())
 
 

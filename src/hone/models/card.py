@@ -21,8 +21,8 @@ from hone.models.fit import FULL_SPEED, learner_bytes
 from hone.models.shape import shape_of
 
 CONTEXT = 10**9
-"""CUDA context, kernels and workspaces of one process. The learner's had 0.7 GB (3B model, one H200) before
-its weights had room for factors, which has not been measured again."""
+"""CUDA context and kernels of the learner's process (0.72 GB with a 3B model, one H200), cuBLAS's workspaces,
+and what torch's allocator cannot return between two jobs."""
 OVERHEAD = 4 * 10**9
 """Memory that vLLM needs besides weights and KV cache: context, activations, CUDA graphs, adapters.
 vLLM 0.20.2 had 1.9 GB with SmolLM2 and 2.2 to 2.9 GB with a 3B model (one H200)."""

@@ -83,11 +83,12 @@ class LoraLinears(nn.Module):
         ranks = [0 if factors is None else factors.b.shape[1] for factors in self.factors]
         if self.tied or ranks == self._ranks:
             return
-        weight, total = self.weight, sum(ranks)
+        total = sum(ranks)
         below, beside = (0, -(-total // ALIGNED) * ALIGNED) if self.beside else (total, 0)
-        self.wide.data = F.pad(weight, (0, beside, 0, below))
+        self.wide.data = F.pad(self.weight, (0, beside, 0, below))
         self._ranks = ranks
-        # Or a smaller tensor would be put into the memory of the old one, and nobody could free the rest.
+        # Now, while nothing uses the memory of the old tensor: torch would put a smaller one into it, and
+        # could not return the rest to the GPU.
         torch.cuda.empty_cache()
 
     def places(self) -> Iterator[tuple[Tensor, Tensor]]:
