@@ -23,12 +23,12 @@ _output.propagate = False
 _output.addHandler(logging.NullHandler())
 
 
-def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log one line: what happened, then key=value pairs."""
+def say(what: str, *, level: int = logging.INFO, console: bool = False, **fields: Any) -> None:
+    """Log one line: what happened, then key=value pairs. `console`: shown there, too."""
     if log.isEnabledFor(level):
+        extra = {"fields": fields, "console": console}
         # Made here: `log.log` looks for its caller first, which costs more than the rest.
-        record = log.makeRecord(log.name, level, "", 0, what, (), None, extra={"fields": fields})
-        log.handle(record)
+        log.handle(log.makeRecord(log.name, level, "", 0, what, (), None, extra=extra))
 
 
 def write_output(part: str, line: str, *, pid: int | None = None) -> None:

@@ -143,7 +143,9 @@ def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
     assert card is not None and not card.sleeps
     assert visible_gpus == "0" and "--no-enable-sleep-mode" in options
     assert float(options["--gpu-memory-utilization"] or 0) == pytest.approx(0.17, abs=0.01)
-    assert "24.0 GB of GPU memory; sampling: vLLM 0.17 (weights 0.0" in caplog.text
+    (plan,) = (record for record in caplog.records if "GPU memory" in record.getMessage())
+    assert plan.getMessage().startswith("24.0 GB of GPU memory; sampling: vLLM 0.17 (weights 0.0")
+    assert vars(plan)["console"]
 
     args = {"gpu_memory_utilization": 0.9, "dtype": "auto"}
     options, _, _ = started(server, tiny_model, tmp_path, **args)

@@ -1,5 +1,6 @@
 """`hone serve` as a process: what it prints, what it refuses, and how it stops."""
 
+import asyncio
 import gc
 import json
 import os
@@ -18,12 +19,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tests.inference.conftest import write_vllm
+from tests.inference.test_vllm_process import MAIN
 from tests.patience import PATIENCE_S
 from tests.server.api import job
 from typer.testing import CliRunner
 
+from hone.backends.remote import RemoteBackend
 from hone.cli import app
 from hone.errors import ConfigError
+from hone.model import TrainableModel
 from hone.server import gpus, run
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -93,6 +98,38 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
     assert not {"event: done", "event: failed", "event: cancelled"} & set(types)
     # Who outlasts uvicorn's grace is cut off with an error in its log.
     assert (process.returncode, err) == (0, "")
+
+
+async def test_who_waits_for_vllm_sees_what_it_does(
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """On the server's console, and in the log of its client."""
+    packages = str(write_vllm(tmp_path, version="0.32.0", main=MAIN))
+    monkeypatch.setenv("PYTHONPATH", packages)
+    monkeypatch.setenv("HONE_TEST_SAYS", "Starting to load model /m...")
+    monkeypatch.setenv("HONE_TEST_REFUSES", "/health")  # it is never ready
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    caplog.set_level("INFO", "hone")
+    options = ("--root", str(tmp_path / "hone"), "--engine", "vllm", "--engine-python", str(python))
+    with serving(*options) as (process, output):
+        backend = RemoteBackend(f"http://127.0.0.1:{output['port']}")
+        model = TrainableModel[Any](name="agent", project="p", base_model=str(tiny_model))
+        registering = asyncio.create_task(model.register(backend))
+        async with asyncio.timeout(PATIENCE_S):
+            while "vLLM loads the weights" not in caplog.text:
+                assert not registering.done(), registering
+                await asyncio.sleep(0.1)
+        registering.cancel()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    log = tmp_path / "hone" / "logs" / "vllm.log"
+    assert f"vLLM starts, which takes one to four minutes; its log: {log}" in caplog.messages
+    assert caplog.messages.count("vLLM loads the weights") == 1
+    assert re.search(r"info vLLM starts base_model=.*\n.* info vLLM loads the weights", err)
 
 
 def test_an_owned_server_ends_with_its_owner(tmp_path: Path):

@@ -5,14 +5,15 @@ Out:  JSON, or the exception that the server raised; every event of a job once
 
 Requests are idempotent, so one whose response was lost is sent again: a job has an idempotency key,
 and the server returns the job that exists. A wait follows the job's events and resumes after the
-last one seen when the connection breaks; nothing polls.
+last one seen when the connection breaks; no job is polled.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -39,6 +40,8 @@ FINAL = frozenset({"done", "failed", "cancelled"})
 """Types of a job's last event."""
 LONGEST_PAUSE_S = 5.0
 """Pause between two attempts."""
+LOOK_S = 1.0
+"""Time between two looks at what an engine does to start."""
 _RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -90,6 +93,28 @@ class Server:
     def log_place(self) -> str:
         """Where the server's log is, for messages."""
         return f"logs/server.log under the root of the server at {self.base_url}"
+
+    @asynccontextmanager
+    async def telling_start(self) -> AsyncIterator[None]:
+        """Meanwhile, log what an engine does to start: vLLM takes minutes."""
+        telling = asyncio.create_task(self._tell_start())
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_start(self) -> None:
+        told = set[str]()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(HoneError):  # whoever waits for the engine says what is wrong
+                health = await self.ask("GET", "/health")
+                lines = health.get("parts", {}).get("engine", {}).get("starting", [])
+                for line in lines:
+                    if line not in told:
+                        log.info("%s", line)
+                told.update(lines)
 
     async def ask(
         self,

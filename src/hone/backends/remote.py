@@ -92,7 +92,8 @@ class RemoteBackend(Server):
     async def prepare(self, model: Named) -> tuple[str, str]:
         # An engine that cannot start would take minutes for every further attempt.
         final = (errors.EngineFailed,)
-        await self.ask("POST", f"{_path(model)}/prepare", read_s=PREPARE_S, final=final)
+        async with self.telling_start():
+            await self.ask("POST", f"{_path(model)}/prepare", read_s=PREPARE_S, final=final)
         # The OpenAI API on the port that just answered, not the one that the server names: behind
         # a tunnel or a proxy only this one is known to be reachable.
         return f"{self.base_url}/v1", self.api_key or "default"

@@ -104,10 +104,6 @@ class ARTTrainerAdapter(TrainerAdapter):
         if self.info is not None:
             return
         await self._connect()
-        config = self.adapter_config.backend
-        if config.engine == "vllm":
-            log = config.root / "logs" / "vllm.log"
-            logger.info("vLLM is starting, which takes a minute or two. Its log: %s", log)
         try:
             await self.model.register(self.backend)
             info = await self.backend.model_info(self.model)

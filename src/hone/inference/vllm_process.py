@@ -134,6 +134,9 @@ class VllmProcess:
         """`less_memory` is added to the error of a server that ran out of memory."""
         self._less_memory = less_memory
         self.log = output_file("vllm")
+        log = "" if self.log is None else f"; its log: {self.log}"
+        self.stages = [f"vLLM starts, which takes one to four minutes{log}"]
+        """What it has done to start, in order."""
         # Not under the server's root: the path of a socket may have at most about a hundred characters.
         self._private = Path(tempfile.mkdtemp(prefix=vllm_worker.PREFIX))
         self.socket = self._private / "socket"
@@ -269,7 +272,8 @@ class VllmProcess:
                         self._changed.notify_all()
                 if stage := next((stages[part] for part in stages if part in text), None):
                     stages = {part: other for part, other in stages.items() if other != stage}
-                    tell(stage)
+                    self.stages.append(f"vLLM {stage}")
+                    tell(self.stages[-1])
 
     def _await_end(self, reader: threading.Thread) -> None:
         assert self._process is not None

@@ -86,10 +86,10 @@ def start_server(
     )
     process = VllmProcess(less_memory=less_memory)
     began = perf_counter()
-    say("vLLM starts", base_model=name, version=environment.version, log=process.log)
+    say("vLLM starts", base_model=name, version=environment.version, log=process.log, console=True)
 
     def tell(stage: str) -> None:
-        say(f"vLLM {stage}", base_model=name, after_s=round(perf_counter() - began))
+        say(stage, base_model=name, after_s=round(perf_counter() - began), console=True)
 
     try:
         with start(process):

@@ -124,8 +124,9 @@ async def _health(state: State) -> dict[str, Any]:
     """The body of /health. Without the key: no names, no jobs, and no reasons (they name paths)."""
     keyed = auth.access.get() != "anyone"
     health: dict[str, Any] = {}
+    starting = state.serving.choice.starting()
     parts = {
-        "engine": state.serving.engines.status(),
+        "engine": state.serving.engines.status() | ({"starting": starting} if starting else {}),
         **state.service.parts(),
         "pruner": state.pruner.status(),
     }

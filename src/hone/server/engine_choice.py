@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class EngineChoice:
         """The model registered last, by base model."""
         self._opened: dict[str, Plan] = {}
         """How vLLM is started, or was started last, by base model."""
-        self._starting: set[VllmProcess] = set()
+        self._starting: dict[VllmProcess, str] = {}
         self._closed = False
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -283,7 +283,7 @@ class EngineChoice:
         card, gpus = self.card(base_model), self.gpus(base_model)
         args: dict[str, Any] = {}
         if card is not None:
-            say(card.describe(), base_model=base_model)
+            say(card.describe(), base_model=base_model, console=True)
             args["gpu_memory_utilization"] = int(1000 * card.utilization) / 1000
             args["enable_sleep_mode"] = card.sleeps
         elif gpus.inference:  # nothing else needs its memory
@@ -300,7 +300,7 @@ class EngineChoice:
             on_gpu=device.startswith("cuda"),
             env=visible(gpus.inference),
             less_memory=self.less_memory(base_model),
-            start=self._started,
+            start=partial(self._started, "" if card is None else card.describe()),
         )
 
     def _directory(self) -> Path:
@@ -312,17 +312,23 @@ class EngineChoice:
         return root / f"{os.getpid()}-{next(self._numbers)}"
 
     @contextmanager
-    def _started(self, process: VllmProcess) -> Iterator[None]:
+    def _started(self, plan: str, process: VllmProcess) -> Iterator[None]:
         """Stop the process if the server closes while it starts."""
         with self._lock:
             if self._closed:
                 raise EngineError("the server closes; vLLM is not started")
-            self._starting.add(process)
+            self._starting[process] = plan
         try:
             yield
         finally:
             with self._lock:
-                self._starting.discard(process)
+                self._starting.pop(process, None)
+
+    def starting(self) -> list[str]:
+        """What is done to start an engine that takes minutes: the plan of the memory, and the stages so far."""
+        with self._lock:
+            lines = [[plan, *process.stages] for process, plan in self._starting.items()]
+        return [line for started in lines for line in started if line]
 
     def close(self) -> None:
         """Stop engines that are still starting, so that no request waits for them."""

@@ -133,15 +133,21 @@ class _LogFile(RotatingFileHandler):
             super().handleError(record)
 
 
+def _is_for_console(record: logging.LogRecord) -> bool:
+    """Warnings and errors, and what takes minutes while somebody waits for it."""
+    return record.levelno >= logging.WARNING or getattr(record, "console", False)
+
+
 def start_logging(settings: Settings) -> None:
-    """Log to the server's log file, and warnings and errors also to stderr."""
+    """Log to the server's log file, and to stderr what a user must see."""
     settings.log_file.parent.mkdir(parents=True, exist_ok=True)
     stop_logging()
     log.setLevel(settings.log_level.upper())
     log.propagate = False
     file = _log_file(settings, settings.log_file)
     screen = logging.StreamHandler(sys.stderr)
-    screen.setLevel(logging.WARNING if settings.log_level == "info" else settings.log_level.upper())
+    if settings.log_level == "info":
+        screen.addFilter(_is_for_console)
     for output in (file, screen):
         output.setFormatter(_Line(settings.log_format == "json"))
         log.addHandler(output)
