@@ -1,6 +1,7 @@
 """What is exported loads elsewhere and says the same: logits, tokens, templates."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,41 @@ def test_a_directory_that_exists_is_filled_and_not_replaced(
     assert out.stat().st_ino == inode and link.is_symlink()
     export(root, "agent", tmp_path / "new")
     assert {p.name for p in out.iterdir()} == {p.name for p in (tmp_path / "new").iterdir()}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_only_one_of_two_exports_at_the_same_time_writes_the_directory(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+):
+    out, copy, refusals = tmp_path / "out", shutil.copyfile, []
+    if exists:
+        out.mkdir()
+
+    def copy_during_another_export(source: Path, target: Path) -> Path:
+        monkeypatch.setattr("shutil.copyfile", copy)
+        with pytest.raises(Conflict) as refusal:
+            export(root, "agent@1", out)
+        refusals.append(str(refusal.value))
+        return copy(source, target)
+
+    monkeypatch.setattr("shutil.copyfile", copy_during_another_export)
+    export(root, "agent@3", out)
+    assert refusals == [
+        f"{out}: another export is writing to it. Wait until it has ended, or name another directory."
+    ]
+    assert json.loads((out / "manifest.json").read_text())["step"] == 3
+    assert "adapter_model.safetensors" in {p.name for p in out.iterdir()}
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("partial", ["out/.partial", ".out.partial"])
+def test_files_of_a_killed_export_are_replaced(root: Path, tmp_path: Path, partial: str):
+    (tmp_path / partial / "old").mkdir(parents=True)
+    (tmp_path / partial / "old" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / partial / "manifest.json").write_text("{")
+    out = export(root, "agent@2", tmp_path / "out")
+    assert json.loads((out / "manifest.json").read_text())["step"] == 2
+    assert not (out / "old").exists() and not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("merge", [True, False])

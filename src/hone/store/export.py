@@ -5,7 +5,7 @@ Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat templat
 
 The exported template is the one that hone renders with: the base model's, with the arguments that
 the model was registered with. A new directory appears complete or not at all; one that exists is
-filled once everything is written.
+filled once everything is written. One export at a time writes to a directory.
 """
 
 import json
@@ -13,9 +13,11 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor
 
 from hone.disk import move, output
 from hone.errors import Conflict, NotFound
@@ -44,9 +46,10 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
         # A directory that exists is filled, not replaced: it may be a mount point, or the current one.
         exists = target.is_dir()
         partial = target / _PARTIAL if exists else target.with_name(f".{target.name}{_PARTIAL}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        lock = _lock(partial, directory)
         try:
+            _check_free(directory)  # again: another export may have ended meanwhile
+            _empty(partial)
             _copy_step(checkpoint, files, partial)
             if merge:
                 _merge(checkpoint, files, partial)
@@ -60,6 +63,8 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        finally:
+            os.close(lock)
     return directory
 
 
@@ -69,6 +74,43 @@ def _check_free(directory: Path) -> None:
         not directory.is_dir() or any(file.name != _PARTIAL for file in directory.iterdir())
     ):
         raise Conflict(f"{directory} exists and is not empty; name a new directory")
+
+
+def _lock(partial: Path, directory: Path) -> int:
+    """Create the partial directory if it is missing, and lock it until the descriptor is closed.
+
+    The directory itself is locked: a lock file would stay in what is exported. Raises Conflict.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # the other export has just ended
+        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if _took_lock(descriptor) and os.path.samestat(os.fstat(descriptor), partial.stat()):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise Conflict(
+        f"{directory}: another export is writing to it. Wait until it has ended, or name another "
+        "directory."
+    )
+
+
+def _took_lock(descriptor: int) -> bool:
+    try:
+        return lock_descriptor(descriptor, blocking=False)
+    except OSError:  # a file system without locks
+        return True
+
+
+def _empty(directory: Path) -> None:
+    """Remove what a killed export left."""
+    for file in directory.iterdir():
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            file.unlink()
 
 
 def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
