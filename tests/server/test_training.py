@@ -286,6 +286,31 @@ async def test_groups_of_one_name_the_baseline_to_set(api: Api):
     await api.submit(groups=alone, advance_when_flat=True)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dpo", "sft"])
+async def test_groups_without_trajectories_are_refused_as_such(api: Api, loss: str):
+    async def refusal(*groups: dict[str, Any]) -> str:
+        refused = await api.refused(groups=list(groups), config={"loss": loss})
+        assert refused["error"]["param"] == "groups"
+        return refused["error"]["message"]
+
+    message = (
+        "the groups contain no trajectories. Send the trajectories of each input as one group."
+    )
+    assert message in await refusal(group(), group())
+    boom = {"type": "ValueError", "message": "boom"}
+    message = (
+        "the groups contain no trajectories (failed rollouts: 3, the first with 'ValueError: boom'). "
+        "Correct the rollouts and send their trajectories."
+    )
+    assert message in await refusal(group(exceptions=[boom]), group(exceptions=[boom, boom]))
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dpo"])
+async def test_groups_of_one_among_empty_groups_are_refused_as_such(api: Api, loss: str):
+    refusal = await api.refused(groups=[group(1.0), group()], config={"loss": loss})
+    assert "no group has more than one trajectory" in refusal["error"]["message"]
+
+
 async def test_the_same_key_and_request_are_the_same_job(api: Api):
     first = await api.submit(idempotency_key="k")
     assert (await api.submit(idempotency_key="k")).id == first.id

@@ -65,23 +65,38 @@ def resolve_groups(
     field: str = "groups",
 ) -> ResolvedGroups:
     """The groups as calls. Raises Unprocessable with every wrong field. Blocking."""
+    if groups and not any(group.trajectories for group in groups):
+        raise Unprocessable([FieldError((field,), _no_trajectories(groups))])
     loss, alone = start.config.loss, all(len(g) + len(g.exceptions) <= 1 for g in groups)
     if alone and groups and loss == "dpo":
         message = (
-            "every group has one trajectory, and DPO compares two of the same input. Send groups of "
-            "two or more with unequal rewards: the preferred one with the larger."
+            "no group has more than one trajectory, and DPO compares two of the same input. Send "
+            "groups of two or more with unequal rewards: the preferred one with the larger."
         )
         raise Unprocessable([FieldError((field,), message)])
     compares = start.config.is_on_policy and start.config.baseline == "group"
     # ART's clients send such groups and expect a step that changes nothing (advance_when_flat).
     if alone and groups and compares and not start.advance_when_flat:
         message = (
-            "every group has one trajectory, and there is nothing in its group to compare it "
-            "with. Sample every input several times (num_generations), or set config "
-            "`baseline: batch`, which compares with the mean of the job."
+            "no group has more than one trajectory, and there is nothing to compare it with. Sample "
+            "every input several times (num_generations), or set config `baseline: batch`, which "
+            "compares with the mean of the job."
         )
         raise Unprocessable([FieldError((field,), message)])
     return _Resolver(tokenizer, calls, start).run(groups, field)
+
+
+def _no_trajectories(groups: Sequence[TrajectoryGroup]) -> str:
+    failures = [failure for group in groups for failure in group.exceptions]
+    if not failures:
+        return (
+            "the groups contain no trajectories. Send the trajectories of each input as one group."
+        )
+    return (
+        f"the groups contain no trajectories (failed rollouts: {len(failures)}, the first with "
+        f"{brief(f'{failures[0].type}: {failures[0].message}')}). Correct the rollouts and send their "
+        "trajectories."
+    )
 
 
 class _Resolver:
