@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.disk import append_lines, storage, write_atomic
-from hone.errors import ConfigError
+from hone.errors import ConfigError, StateError
 from hone.tally import as_float
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import stored_name
@@ -27,11 +27,21 @@ def model_directory(base_path: str, project: str, name: str) -> Path:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """state.json, or None if nothing was written."""
+    """state.json, or None if nothing was written. Raises StateError for a damaged file."""
+    path = directory / "state.json"
     try:
-        return json.loads((directory / "state.json").read_text(encoding="utf-8"))
+        with storage(path):
+            state = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError(f"expected an object, got {type(state).__name__}")
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise StateError(
+            f"{path}: not a saved state ({error}). Restore the file, or remove it to start without a "
+            "state."
+        ) from None
+    return state
 
 
 def write_state(directory: Path, state: Mapping[str, Any]) -> None:

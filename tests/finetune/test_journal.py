@@ -207,10 +207,17 @@ def test_two_processes_do_not_share_a_directory(tmp_path: Path):
         assert "is in use by another `hone finetune` (process " in ran.stdout, ran.stderr
 
 
-def test_a_damaged_run_file_is_named(tmp_path: Path):
-    (tmp_path / "run.json").write_text(json.dumps({"hello": 1}))
-    with pytest.raises(StateError, match=r"run\.json: not what hone wrote .*Move .* away"):
-        Journal.open(tmp_path, FACTS)
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("content", ['{"hello": 1}', "", '{"run_id": "r', "[]"])
+def test_a_damaged_run_file_is_named_and_kept(tmp_path: Path, content: str, fresh: bool):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(StateError) as error:
+        Journal.open(tmp_path, FACTS, fresh=fresh)
+    assert str(error.value).startswith(f"{tmp_path / 'run.json'}: not what hone wrote (")
+    assert str(error.value).endswith(
+        f"). Restore the file to resume the run, or move {tmp_path} away to start a new one."
+    )
+    assert (tmp_path / "run.json").read_text() == content
 
 
 @pytest.mark.parametrize("fresh", [False, True])

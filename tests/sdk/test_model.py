@@ -13,7 +13,7 @@ import pytest
 
 import hone
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
-from hone.errors import ConfigError
+from hone.errors import ConfigError, StateError
 from hone.trajectory import means
 from hone.types import stored_name
 
@@ -127,6 +127,31 @@ def test_state_is_read_merged_and_written(tmp_path: Path):
     assert model.merge_state({"seen": {"b": 2}}) == {"epoch": 1, "seen": {"a": 1, "b": 2}}
     again = prompted(base_path=str(tmp_path))
     assert again.read_state() == {"epoch": 1, "seen": {"a": 1, "b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b'{\n  "epoch": 1,\n  "se', "Unterminated string"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+        (b"[1]\n", "expected an object, got list"),
+    ],
+)
+def test_a_damaged_state_is_named_and_kept(tmp_path: Path, content: bytes, reason: str):
+    model = prompted(base_path=str(tmp_path))
+    model.overwrite_state({"epoch": 1})
+    (file,) = tmp_path.rglob("state.json")
+    file.write_bytes(content)
+    for use in (model.read_state, lambda: model.merge_state({"epoch": 2})):
+        with pytest.raises(StateError) as error:
+            use()
+        assert str(error.value).startswith(f"{file}: not a saved state (")
+        assert reason in str(error.value)
+        assert "Restore the file, or remove it to start without a state." in str(error.value)
+    assert file.read_bytes() == content
+    model.overwrite_state({"epoch": 3})
+    assert model.read_state() == {"epoch": 3}
 
 
 def test_arguments_for_litellm():

@@ -226,7 +226,8 @@ def plan_start(directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool) 
         return Start()
     except ValidationError as error:
         raise StateError(
-            f"{path}: not what hone wrote ({first_error(error)}). Move {directory} away."
+            f"{path}: not what hone wrote ({first_error(error)}). Restore the file to resume the run, "
+            f"or move {directory} away to start a new one."
         ) from None
     if not fresh:
         return Start(resumed=_resume(directory, run, fingerprint))
