@@ -223,6 +223,16 @@ def test_finetune_wants_a_training_run():
     assert "Finetuning is not enabled in the provided configuration" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["finetune", "eval"])
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
+def test_the_timeout_of_an_endpoint_is_a_number_of_seconds(command: str, seconds: str):
+    endpoint = ["--endpoint=http://127.0.0.1:9", f"--endpoint_timeout={seconds}"]
+    result = hone(command, "--config_file=a.yml", *endpoint)
+    assert result.exit_code == 2
+    message = f"'--endpoint_timeout': '{seconds}'; expected a finite number of seconds above 0"
+    assert message in unboxed(result.stderr)
+
+
 @pytest.mark.parametrize(
     "option", ["--dataset", "--validation_dataset", "--validation_interval", "--config_file"]
 )

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hone.errors import ConfigError
 from hone.finetune.interrupt import INTERRUPTED, leave
-from hone.terminal import Command, LogLevel, pairs, print_table
+from hone.terminal import Command, LogLevel, pairs, parse_seconds, print_table
 
 if TYPE_CHECKING:
     from hone.config.base import DatasetBaseConfig
@@ -69,6 +69,7 @@ EndpointTimeout = Annotated[
     typer.Option(
         "--endpoint_timeout",
         metavar="SECONDS",
+        parser=parse_seconds,
         help="Timeout for one run of the workflow at the endpoint.",
     ),
 ]

@@ -9,6 +9,7 @@ the HTTP client writes a line for every model call.
 
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,17 @@ def pairs(joined: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """The keys and values of `-o`, as Command joined them."""
     split = (pair.partition(_JOINED) for pair in joined or ())
     return tuple((key, value) for key, _, value in split)
+
+
+def parse_seconds(text: str | float) -> float:
+    """A timeout."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise typer.BadParameter(f"{text!r}; expected a finite number of seconds above 0")
+    return seconds
 
 
 def parse_path(path: str | Path) -> Path:
