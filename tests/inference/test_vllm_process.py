@@ -231,6 +231,24 @@ def test_a_server_that_never_answers_is_stopped(
     assert process.pid is not None and all_end(members(process.pid))
 
 
+def test_a_server_that_two_threads_stop_closes_its_pipe_once(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of the pipe may belong to another file after the first close."""
+    close, closed = os.close, []
+
+    def close_during_another_stop(descriptor: int) -> None:
+        monkeypatch.setattr("os.close", close)
+        process.stop()
+        closed.append(descriptor)
+        close(descriptor)
+
+    with running(python) as process:
+        monkeypatch.setattr("os.close", close_during_another_stop)
+        process.stop()
+    assert len(closed) == 1
+
+
 def test_workers_die_with_their_server(python: str) -> None:
     with running(python) as process:
         assert process.pid is not None

@@ -248,9 +248,10 @@ class VllmProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _clean(self) -> None:
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
+        with self._changed:  # two threads may stop it
+            pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            os.close(pipe)
         shutil.rmtree(self._private, ignore_errors=True)
 
     # ---- its output ---------------------------------------------------------------------------
