@@ -23,10 +23,18 @@ _output.propagate = False
 _output.addHandler(logging.NullHandler())
 
 
-def say(what: str, *, level: int = logging.INFO, console: bool = False, **fields: Any) -> None:
-    """Log one line: what happened, then key=value pairs. `console`: shown there, too."""
+def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Log one line: what happened, then key=value pairs."""
+    _log(what, level, {"fields": fields})
+
+
+def show(what: str, **fields: Any) -> None:
+    """Log one line that the console shows, too: somebody waits."""
+    _log(what, logging.INFO, {"fields": fields, "console": True})
+
+
+def _log(what: str, level: int, extra: dict[str, Any]) -> None:
     if log.isEnabledFor(level):
-        extra = {"fields": fields, "console": console}
         # Made here: `log.log` looks for its caller first, which costs more than the rest.
         log.handle(log.makeRecord(log.name, level, "", 0, what, (), None, extra=extra))
 

@@ -223,6 +223,14 @@ def test_arts_clients_send_engine_args_and_gpu_ids(
     assert sent.not_applicable == []
 
 
+def test_without_a_gpu_the_ids_are_named_as_not_applicable(state: State, python: Path) -> None:
+    ids = {"inference_gpu_ids": [1], "trainer_gpu_ids": [0]}
+    vllm = choice(state, engine="vllm", engine_python=python)
+    settled = checked_spec(spec(engine_args=ids), vllm.check_arg())
+    assert settled.engine_args == {}
+    assert settled.not_applicable == [f"engine_args.{key}" for key in ids]
+
+
 ONLY_ALL = (
     "target_modules: on a CPU hone trains all linear layers of this model, not only q_proj. Leave "
     "target_modules out, or set HONE_LEARNER_BODY=transformers for the server."

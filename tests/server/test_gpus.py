@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,15 @@ from hone.server.settings import Settings
 from hone.types import ModelSpec
 
 RECORD = """
-import json, os, sys
+import json, os, signal, sys
 names = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH")
 def main():
     seen = {"argv": sys.argv, "env": {name: os.environ.get(name) for name in names}}
     open(os.environ["HONE_TEST_RECORD"], "w").write(json.dumps(seen))
-    raise RuntimeError(os.environ.get("HONE_TEST_ERROR", "no GPU here"))
+    error = os.environ.get("HONE_TEST_ERROR", "no GPU here")
+    raise RuntimeError(error) if error else signal.pause()
 """
-"""The command line of a vLLM that notes how it was started, and fails."""
+"""The command line of a vLLM that notes how it was started, and fails; without an error, it hangs."""
 GB = 10**9
 
 
@@ -199,20 +202,6 @@ async def test_gpu_ids_reach_the_learner(
     server.store.close()
 
 
-def test_without_a_gpu_the_ids_are_named_as_not_applicable(
-    vllm: Path, tiny_model: Path, tmp_path: Path
-):
-    from hone.server.model_args import checked_spec
-
-    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm)
-    sent = spec(tiny_model, engine_args={"inference_gpu_ids": [1], "trainer_gpu_ids": [0]})
-    settled = checked_spec(sent, server.serving.choice.check_arg())
-    assert settled.engine_args == {}
-    names = ["engine_args.inference_gpu_ids", "engine_args.trainer_gpu_ids"]
-    assert settled.not_applicable == names
-    server.store.close()
-
-
 # ---- memory that does not suffice ----------------------------------------------------------------
 
 
@@ -248,6 +237,38 @@ def test_a_vllm_without_enough_memory_says_what_would_fit(
     monkeypatch.setenv("HONE_TEST_ERROR", "\nValueError: another mistake")
     _, _, why = started(server, tiny_model, tmp_path)
     assert "out of memory" not in why
+    server.store.close()
+
+
+def test_a_gpu_that_is_divided_for_another_base_model_is_named(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    choice, other = server.serving.choice, shutil.copytree(tiny_model, tmp_path / "other")
+    server.serving.register(spec(other, "other", engine_args={"gpu_memory_utilization": 0.4}))
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
+        patch.setenv("HONE_TEST_ERROR", "")
+        patch.setenv("HONE_TEST_RECORD", str(tmp_path / "pipe"))
+        first = pool.submit(choice.open, str(other))
+        (tmp_path / "pipe").read_bytes()  # it has started
+        patch.undo()
+        monkeypatch.setenv("HONE_TEST_ERROR", "\ntorch.OutOfMemoryError: CUDA out of memory.")
+        for args in ({"gpu_memory_utilization": 0.4}, {"inference_gpu_ids": [1]}):
+            _, _, why = started(server, tiny_model, tmp_path, trainer_gpu_ids=[1], **args)
+            assert "is already divided" not in why
+        _, _, why = started(server, tiny_model, tmp_path)
+        assert why.startswith(f"CUDA out of memory. GPU 0 is already divided for {str(other)!r}, ")
+        assert "set engine_args.gpu_memory_utilization of each to 0.4 or less." in why
+        assert caplog.text.count(f"GPU 0 is already divided for {str(other)!r}, ") == 1
+        choice.close()
+        assert "stopped while it was starting" in str(first.exception())
+    assert choice.less_memory(str(tiny_model)).startswith("What would fit")
     server.store.close()
 
 

@@ -204,6 +204,10 @@ class VllmProcess:
         return None if self._process is None else self._process.pid
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._status is None
+
+    @property
     def failure(self) -> EngineFailed | None:
         """Why it ended without being asked to; None while it runs."""
         with self._changed:

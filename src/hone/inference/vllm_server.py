@@ -20,7 +20,7 @@ from hone.inference.grammar import Grammars
 from hone.inference.vllm_args import RANKS, rank_limit, server_arguments
 from hone.inference.vllm_client import CONNECT_S, CONTROL_S, check_logprobs
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, check_version
-from hone.logs import say
+from hone.logs import say, show
 from hone.models.files import ModelFiles, linear_names, load_tokenizer
 from hone.models.find import find
 
@@ -86,10 +86,10 @@ def start_server(
     )
     process = VllmProcess(less_memory=less_memory)
     began = perf_counter()
-    say("vLLM starts", base_model=name, version=environment.version, log=process.log, console=True)
+    show("vLLM starts", base_model=name, version=environment.version, log=process.log)
 
     def tell(stage: str) -> None:
-        say(stage, base_model=name, after_s=round(perf_counter() - began), console=True)
+        show(stage, base_model=name, after_s=round(perf_counter() - began))
 
     try:
         with start(process):

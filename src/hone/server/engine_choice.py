@@ -9,6 +9,7 @@ largest rank and the longest max_seq_length.
 """
 
 import itertools
+import logging
 import os
 import shutil
 import sys
@@ -33,7 +34,7 @@ from hone.inference.vllm_args import (
     rank_limit,
 )
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
-from hone.logs import say
+from hone.logs import say, show
 from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
 from hone.models.find import find
 from hone.models.shape import check_targets
@@ -42,6 +43,10 @@ from hone.server.settings import Settings
 from hone.store.models import ModelStore
 from hone.types import ModelSpec
 from hone.wire.errors import brief
+
+SHARED = 0.8
+"""Share of a GPU that a message proposes for the vLLMs of several base models; the rest is for their
+learners."""
 
 CheckArg = Callable[[str, str, Any], bool]
 """Checks one engine argument (its path, key and value); returns whether it applies to this
@@ -75,6 +80,9 @@ class EngineChoice:
         self._opened: dict[str, Plan] = {}
         """How vLLM is started, or was started last, by base model."""
         self._starting: dict[VllmProcess, str] = {}
+        """Those that start, and the plan of their GPU's memory."""
+        self._processes: dict[str, VllmProcess] = {}
+        """The vLLM that was started last, by base model. It may have ended."""
         self._closed = False
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -222,7 +230,7 @@ class EngineChoice:
         if gpus.trainer is None:
             return ""
         total, needs = self._needs(base_model, plan, gpus)
-        return memory_advice(
+        advice = memory_advice(
             total,
             needs,
             utilization=plan.args.get("gpu_memory_utilization"),
@@ -230,6 +238,32 @@ class EngineChoice:
             generations=generations,
             tensor_parallel=len(gpus.inference) or 1,
             is_vllm=self.is_vllm,
+        )
+        return "\n".join(filter(None, [self._already_divided(base_model), advice]))
+
+    def _already_divided(self, base_model: str) -> str:
+        """A warning if vLLM runs for other base models on the same GPUs; empty if all shares are set."""
+        with self._lock:
+            running = [name for name, process in self._processes.items() if process.is_running]
+        gpus = self.gpus(base_model)
+        own = {*gpus.inference, gpus.trainer}
+        others = {
+            name: gpu
+            for name in running
+            if name != base_model
+            for gpu in self.gpus(name).inference
+            if gpu in own
+        }
+        plans = [self._current(name) for name in (base_model, *others)]
+        shares = [plan.args.get("gpu_memory_utilization") or 1.0 for plan in plans]
+        if not others or sum(shares) <= SHARED:
+            return ""
+        return (
+            f"GPU {', '.join(map(str, sorted({*others.values()})))} is already divided for "
+            f"{' and '.join(map(repr, others))}, and hone divides a GPU as if one base model used it. "
+            "Put them on different GPUs (engine_args.inference_gpu_ids and trainer_gpu_ids), or set "
+            "engine_args.gpu_memory_utilization of each to "
+            f"{int(100 * SHARED / len(shares)) / 100} or less."
         )
 
     def machine(self) -> tuple[str, Any, int]:
@@ -283,11 +317,13 @@ class EngineChoice:
         card, gpus = self.card(base_model), self.gpus(base_model)
         args: dict[str, Any] = {}
         if card is not None:
-            say(card.describe(), base_model=base_model, console=True)
+            show(card.describe(), base_model=base_model)
             args["gpu_memory_utilization"] = int(1000 * card.utilization) / 1000
             args["enable_sleep_mode"] = card.sleeps
         elif gpus.inference:  # nothing else needs its memory
             args["enable_sleep_mode"] = False
+        if warning := self._already_divided(base_model):
+            say(warning, level=logging.WARNING, base_model=base_model)
         return VllmEngine.open(
             base_model,
             environment=self.vllm,
@@ -300,7 +336,7 @@ class EngineChoice:
             on_gpu=device.startswith("cuda"),
             env=visible(gpus.inference),
             less_memory=self.less_memory(base_model),
-            start=partial(self._started, "" if card is None else card.describe()),
+            start=partial(self._started, base_model, "" if card is None else card.describe()),
         )
 
     def _directory(self) -> Path:
@@ -312,12 +348,13 @@ class EngineChoice:
         return root / f"{os.getpid()}-{next(self._numbers)}"
 
     @contextmanager
-    def _started(self, plan: str, process: VllmProcess) -> Iterator[None]:
+    def _started(self, base_model: str, plan: str, process: VllmProcess) -> Iterator[None]:
         """Stop the process if the server closes while it starts."""
         with self._lock:
             if self._closed:
                 raise EngineError("the server closes; vLLM is not started")
             self._starting[process] = plan
+            self._processes[base_model] = process
         try:
             yield
         finally:
