@@ -14,6 +14,7 @@ from tests.server.small_server import LearnerHere, SmallServer, spec, token_grou
 from tests.store.test_checkpoints import filler, readable_again, unreadable
 
 from hone.errors import EngineFailed
+from hone.inference.base import Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
 from hone.models.decoder import Decoder
 from hone.server import state, supervision
@@ -271,6 +272,28 @@ async def test_an_engine_that_cannot_be_opened_again_at_once_is_tried_again_with
                 await asyncio.sleep(0.01)
         assert len(opened) == 3 and "its memory is not free yet" in caplog.text
         assert (await chat(server)).status_code == 200
+
+
+async def test_an_engine_that_breaks_while_it_is_idle_is_opened_anew_before_the_next_request(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(state, "LOG_S", 0.05)
+    opened: list[Fragile] = []
+
+    def fragile(name: str) -> Fragile:
+        opened.append(Fragile(Decoder.load(Path(name)), kv_budget_bytes=1 << 24))
+        return opened[-1]
+
+    async with SmallServer.started(tmp_path / "hone", open_engine=fragile) as server:
+        server.models.register(spec(tiny_model))
+        assert (await chat(server)).status_code == 200
+        opened[0].broken = True
+        with pytest.raises(EngineFailed):  # not through the server, which sees no request
+            await complete(opened[0], [5], Sampling(max_tokens=1))
+        async with asyncio.timeout(PATIENCE_S):
+            while server.serving.base_models() != {str(tiny_model): True} or len(opened) < 2:
+                await asyncio.sleep(0.01)
+        assert (await chat(server)).status_code == 200 and len(opened) == 2
 
 
 async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_says_so(

@@ -191,10 +191,14 @@ class Engines:
         await asyncio.gather(*(engine.close() for engine in engines))
         self._bases.clear()
 
-    def status(self) -> dict[str, Any]:
-        """Whether every engine that was opened works, for /health."""
+    def replace_failed(self) -> None:
+        """Restart the engines that failed, also while no request used them."""
         for name in self.loaded():
             self._check(name)
+
+    def status(self) -> dict[str, Any]:
+        """Whether every engine that was opened works, for /health."""
+        self.replace_failed()
         reasons = [f"{n}: {u.part.reason}" for n, u in self._usage.items() if u.part.reason]
         failing = {"status": "restarting", "reason": "; ".join(reasons)}
         paused = {} if self._unpaused.is_set() else {"paused": True}

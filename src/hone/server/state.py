@@ -32,8 +32,8 @@ from hone.tally import cancel_all
 PRUNE_S = 600.0
 """Seconds between two prunings of recorded calls and of the groups of ended jobs."""
 LOG_S = 10.0
-"""Seconds between two checks: of the engines' statistics, written to engine.log if they changed, and
-of the size of server.out."""
+"""Seconds between two checks: of the engines, which are restarted if they failed; of their
+statistics, written to engine.log if they changed; and of the size of server.out."""
 DRAIN_S = 5.0
 """Seconds for recording requests that were cut off when the server stops."""
 
@@ -100,6 +100,7 @@ class State:
             self.store.close()
 
     async def _log(self) -> None:
+        self.serving.engines.replace_failed()
         await self.serving.engines.log_stats()
         await asyncio.to_thread(rotate_output, self.settings)
 
