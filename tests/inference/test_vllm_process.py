@@ -22,6 +22,7 @@ from hone.inference.vllm import VllmEngine
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.inference.vllm_server import VllmServer, start_server
 
+GLOO = "GLOO_SOCKET_IFNAME"
 MAIN = """
 import json, os, subprocess, sys
 from http.server import BaseHTTPRequestHandler
@@ -173,8 +174,9 @@ def test_the_log_shows_what_vllm_does_while_it_starts(
         server.process.stop()
 
 
-def test_only_this_user_reaches_it(python: str) -> None:
+def test_only_this_user_reaches_it(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its routes load files and call methods of its workers, and ask for no key."""
+    monkeypatch.setenv(GLOO, "eth0")  # as on a cluster, for other programs
     with running(python) as process:
         assert stat.S_ISSOCK(process.socket.stat().st_mode)
         directory = process.socket.parent
@@ -185,7 +187,10 @@ def test_only_this_user_reaches_it(python: str) -> None:
         assert len(group) == 2, "the server and its worker"
         listening = [one for process in group for one in process.net_connections("inet")]
         assert listening == []
-        assert not {"--host", "--port"} & set(psutil.Process(process.pid).cmdline())
+        server = psutil.Process(process.pid)
+        assert not {"--host", "--port"} & set(server.cmdline())
+        loopback = [one.address for one in psutil.net_if_addrs()[server.environ()[GLOO]]]
+        assert "127.0.0.1" in loopback, "where its workers listen for each other"
     assert not directory.exists() and all_end(group)
 
 

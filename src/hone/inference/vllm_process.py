@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -59,6 +60,8 @@ STAGES = {
     "KV cache size": "has allocated its KV cache",
 }
 """Parts of lines in vLLM's log, and the startup stage that each shows."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""Name of the loopback interface."""
 WORKER = "hone_vllm_worker"
 """Name of the copy of vllm_worker.py."""
 
@@ -197,6 +200,8 @@ class VllmProcess:
             "PYTHONUNBUFFERED": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
+            # Otherwise torch's gloo listens on the address of the host's name, for other machines too.
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
         }
 
     @property
