@@ -149,12 +149,28 @@ class TestVllm(EngineConformance):
 # ---- what is served ----------------------------------------------------------------------------
 
 
-async def test_a_prefix_warmed_under_one_step_is_read_anew_under_the_next(served: Served) -> None:
-    long = (PROMPT * 10)[:190]  # several blocks of vLLM's prefix cache
-    one = Sampling(n=2, max_tokens=12, seed=1)
-    for ref in (served.first, served.second, served.first):
-        for done in await complete(served.engine, long, one, ref):
-            served.assert_agree(done.logprobs, served.expected(long, done, ref))
+LONG = (PROMPT * 10)[:190]
+"""More than one block of vLLM's prefix cache: 16 tokens on a GPU, 128 on a CPU."""
+ONE = Sampling(max_tokens=12, seed=1)
+
+
+async def warm(engine: VllmEngine, ref: AdapterRef) -> None:
+    """Fill the prefix cache with LONG under an adapter, and show that vLLM reads it from there."""
+    await complete(engine, LONG, ONE, ref)
+    before = engine.stats().prefilled_tokens
+    await complete(engine, LONG, ONE, ref)
+    assert 0 < engine.stats().prefilled_tokens - before < len(LONG) - 100
+
+
+async def test_a_prefix_warmed_under_one_step_is_read_anew_under_the_next(
+    engine: VllmEngine, served: Served
+) -> None:
+    await engine.unload(served.second)
+    await warm(engine, served.first)
+    await engine.publish(served.second, served.adapters[served.second])
+    for ref in (served.second, served.first):
+        (done,) = await complete(engine, LONG, ONE, ref)
+        served.assert_agree(done.logprobs, served.expected(LONG, done, ref))
 
 
 async def test_the_size_of_the_kv_cache_is_what_vllm_allocated(served: Served) -> None:
@@ -282,16 +298,40 @@ async def test_a_publish_of_other_weights_fails(
 async def test_a_probe_shows_weights_that_changed_after_the_publish(
     served: Served, tmp_path: Path, mutant: Any, says: str
 ) -> None:
-    """Loaded in place over a prefix cache that is warm: the case that hone never causes itself."""
     engine, second = served.engine, served.second
     assert isinstance(engine, VllmEngine)
-    await complete(engine, PROMPT * 5, Sampling(max_tokens=2, seed=0), second)
     source = served.adapters[served.first if "old" in mutant else second]
     path = source if "old" in mutant else mutate(source, tmp_path / "mutant", **mutant)
     body = {"lora_name": second.sha256, "lora_path": str(path), "load_inplace": True}
     await engine._client.post("/v1/load_lora_adapter", body)
     probe = await engine.probe([PROMPT], second)
     assert probe.sha256 != second.sha256 and (probe.sha256 or "").startswith("vllm-")
+
+
+async def test_an_adapter_loaded_in_place_reads_the_prefix_of_the_weights_before(
+    engine: VllmEngine, served: Served, tmp_path: Path
+) -> None:
+    """Why hone names adapters by their hash and loads none in place.
+
+    vLLM's prefix cache is keyed by the adapter's name and path, and a load in place does not reset
+    it. The weights are right then, and so is their digest; the answers are of neither policy.
+    """
+    third = write_adapter(tmp_path / "3", Decoder.load(served.model), step=3)
+    await engine.publish(third, tmp_path / "3")
+    await warm(engine, third)
+    path = engine._directory / third.sha256
+    shutil.copytree(served.adapters[served.second], path, dirs_exist_ok=True)
+    body = {"lora_name": third.sha256, "lora_path": str(path), "load_inplace": True}
+    await engine._client.post("/v1/load_lora_adapter", body)
+    held = await engine._digests(engine._adapters[third.sha256])
+    assert engine._adapters[served.second.sha256].compare(held) is None
+    (done,) = await complete(engine, LONG, ONE, third)
+    with pytest.raises(AssertionError):
+        served.assert_agree(done.logprobs, served.expected(LONG, done, served.second))
+    await engine._client.post("/reset_prefix_cache", {})
+    (done,) = await complete(engine, LONG, ONE, third)
+    served.assert_agree(done.logprobs, served.expected(LONG, done, served.second))
+    await engine.unload(third)
 
 
 async def test_an_adapter_with_a_layer_that_vllm_ignores_is_refused(
@@ -438,6 +478,15 @@ def wait_until(what: Any, within_s: float) -> bool:
     while not (done := what()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return bool(done)
+
+
+async def test_no_process_of_vllm_listens_beyond_this_machine(engine: VllmEngine) -> None:
+    assert engine._client.process is not None and engine._client.process.pid is not None
+    members = group(engine._client.process.pid)
+    assert len(members) >= 2, "the server and its engine core"
+    sockets = [one for member in members for one in member.net_connections("inet")]
+    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    assert [place for place in listening if place[0] not in ("127.0.0.1", "::1")] == []
 
 
 OWNER = """
