@@ -74,7 +74,7 @@ async def agent(backend: LocalBackend, model_dir: Path) -> TrainableModel[Any]:
 async def ask(backend: LocalBackend, rollout: str, **request: Any) -> dict[str, Any]:
     body = {
         "model": "agent",
-        "messages": [{"role": "user", "content": "the weather in the city " * 8}],
+        "messages": [{"role": "user", "content": "the weather in the city " * 18}],
         "max_tokens": 12,
         "logprobs": True,
         **request,
@@ -122,12 +122,25 @@ async def events(backend: LocalBackend, job: JobInfo) -> dict[str, Any]:
     return {block["event"]: json.loads(block["data"]) for block in blocks}
 
 
+async def prefilled_tokens(backend: LocalBackend, prompt_tokens: int) -> int:
+    """Tokens that vLLM computed of all prompts so far, once engine.log counts all of them."""
+    line = re.compile(rf"running 0, .* prompt_tokens {prompt_tokens}, prefilled_tokens (\d+)")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (counts := line.findall((backend.root / "logs" / "engine.log").read_text())):
+        assert time.monotonic() < deadline, "engine.log does not count the prompts"
+        await asyncio.sleep(0.5)
+    return int(counts[-1])
+
+
 async def test_a_job_is_trained_published_with_proof_and_served(
     backend: LocalBackend, agent: TrainableModel[Any], model_dir: Path
 ) -> None:
     info = await backend.model_info(agent)
     assert (info.step, info.not_applicable) == (0, [])
-    await ask(backend, "r0", n=4, seed=1)  # warms vLLM's prefix cache, too
+    usages = [(await ask(backend, "warm"))["usage"] for _ in range(2)]
+    prompts = sum(usage["prompt_tokens"] for usage in usages)
+    assert await prefilled_tokens(backend, prompts) < prompts, "vLLM's prefix cache was not used"
+    await ask(backend, "r0", n=4, seed=1)
     await check_recorded(backend, "r0", model_dir, None)
     for step in (1, 2):
         job = await train(backend, agent, f"r{step - 1}")
@@ -225,14 +238,11 @@ async def test_a_crashed_engine_is_replaced_and_serves_the_newest_step(
 ) -> None:
     before = vllm_server(backend)
     before.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            answer = await ask(backend, "after-crash", seed=1)
-            break
-        except (AssertionError, httpx.HTTPError):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(1)
+    try:
+        answer = await ask(backend, "after-crash", seed=1)
+    except AssertionError as refused:  # the request that finds the crash; the next one waits
+        assert "EngineFailed" in str(refused)
+        answer = await ask(backend, "after-crash", seed=1)
     assert answer["policy_step"] == 2
     assert vllm_server(backend).pid != before.pid
     (adapter,) = (backend.root / "test" / "models" / "agent" / "checkpoints").glob("*2")
