@@ -111,8 +111,15 @@ def test_what_does_not_fit_says_what_would():
         plan_card(12 * GB, needs("7B"))
     assert str(refused.value) == (
         "CUDA out of memory: 10.8 GB for vLLM do not hold its weights (19.2 GB).\n"
-        "Nothing of this model fits on a GPU of 12.0 GB: choose a smaller base_model; or reduce "
-        "num_generations; or increase tensor_parallel_size to 2, with as many GPUs."
+        "This model does not fit on a GPU of 12.0 GB, whatever gpu_memory_utilization, "
+        "max_seq_length and num_generations are: choose a smaller base_model."
+    )
+    # More GPUs for vLLM help only if the learner, 16.8 with its context, fits on one of them. Beside
+    # a vLLM that goes on: 31.4 - 16.8 is less than 19.2 and more than 7.6 + 4.
+    with pytest.raises(ModelTooLarge, match="do not hold") as refused:
+        plan_card(32 * GB, needs("7B"), sleep=False)
+    assert str(refused.value).endswith(
+        "choose a smaller base_model; or increase tensor_parallel_size to 2, with as many GPUs."
     )
     # One sequence of 131,072 tokens is 7.5 of the 3.3 that 24 leave; half of it 3.8, a quarter 1.9.
     with pytest.raises(ModelTooLarge, match="do not hold a sequence of 131,072 tokens") as refused:
@@ -123,6 +130,12 @@ def test_what_does_not_fit_says_what_would():
         plan_card(24 * GB, needs("3B"), utilization=0.9, sleep=False)
 
 
+def assert_fits(total: int, model: Needs, share: float, sleep: bool | None = None) -> None:
+    """Beside the learner, vLLM's share holds a sequence of full length."""
+    plan_card(total, model, utilization=share, sleep=sleep)
+    assert model.weights + OVERHEAD + model.kv(1) <= share * total
+
+
 def test_the_advice_has_values_that_fit():
     for size, total in (("3B", 24), ("7B", 24), ("7B", 80), ("135M", 8)):
         model = needs(size)
@@ -130,10 +143,22 @@ def test_the_advice_has_values_that_fit():
         share = re.search(r"reduce gpu_memory_utilization to ([\d.]+);", text)
         length = re.search(r"reduce max_seq_length to (\d+);", text)
         assert share is not None and length is not None, text
-        assert float(share[1]) <= 0.81 and int(length[1]) == 4096
-        plan_card(total * GB, needs(size, int(length[1])), utilization=float(share[1]))
+        assert float(share[1]) <= 0.82 and int(length[1]) == 4096
+        advised = needs(size, int(length[1]))
+        assert_fits(total * GB, advised, float(share[1]))
         assert "reduce num_generations to 4;" in text
         assert "increase tensor_parallel_size to 4," in text
+    # 7B on 24, half the length: (15.23 + 4 + 0.23) / 24 = 0.8111, so 0.82 and not 0.81.
+    for current, change in (
+        (0.9, "reduce gpu_memory_utilization to 0.82;"),
+        (0.82, "keep gpu_memory_utilization at 0.82;"),
+        (0.81, "increase gpu_memory_utilization to 0.82;"),
+        (
+            None,
+            "reduce gpu_memory_utilization to 0.83;",
+        ),  # a tenth below the plan, (23.52 - 1) / 24
+    ):
+        assert change in memory_advice(24 * GB, needs("7B"), utilization=current)
     # Sequences that are short already can still be halved.
     text = memory_advice(24 * GB, needs("3B", 300), utilization=0.95)
     assert "reduce max_seq_length to 150;" in text and "gpu_memory_utilization to 0." in text
@@ -148,7 +173,7 @@ def test_the_advice_fits_a_server_that_goes_on_serving(size: str, total: int, ut
     length = re.search(r"reduce max_seq_length to (\d+);", str(refused.value))
     assert share is not None and length is not None, refused.value
     advised = needs(size, int(length[1]))
-    plan_card(total * GB, advised, utilization=float(share[1]), sleep=False)
+    assert_fits(total * GB, advised, float(share[1]), sleep=False)
 
 
 def test_a_share_that_is_too_small_is_to_be_increased():

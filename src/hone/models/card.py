@@ -194,21 +194,42 @@ def memory_advice(
             f"What needs less memory: reduce max_seq_length to {next(_shorter(needs.max_length))}; "
             f"reduce num_generations{fewer}; or choose a smaller base_model."
         )
-    rest = (
-        f"reduce num_generations{fewer}; or increase tensor_parallel_size to {2 * tensor_parallel}, "
-        "with as many GPUs."
-    )
+    more = _more_gpus(total, needs, tensor_parallel, sleep)
+    current = utilization or min(1.0, _divided(total, needs, None, sleep).utilization)
     for length in _shorter(needs.max_length):
-        plan = _divided(total, replace(needs, max_length=length), None, sleep)
-        if _problem(plan, needs=replace(needs, max_length=length)) is None:
-            share = min(plan.utilization, (utilization or 1.0) - 0.1)
-            least = (needs.weights + OVERHEAD + length * needs.kv_token) / total
-            change = "increase" if least > (utilization or 1.0) else "reduce"
+        shorter = replace(needs, max_length=length)
+        planned = _divided(total, shorter, None, sleep)
+        # Two digits: the share that holds one sequence is rounded up, the preferred one down.
+        least = -(-100 * (needs.weights + OVERHEAD + shorter.kv(1)) // total)
+        share = max(least, int(100 * min(planned.utilization, current - 0.1))) / 100
+        plans = (planned, _divided(total, shorter, share, sleep))
+        if all(_problem(plan, shorter) is None for plan in plans):
             return (
-                f"What would fit on a GPU of {gb(total)} GB: {change} gpu_memory_utilization to "
-                f"{max(share, least):.2f}; reduce max_seq_length to {length}; {rest}"
+                f"What would fit on a GPU of {gb(total)} GB: {_change(current, share)}; reduce "
+                f"max_seq_length to {length}; reduce num_generations{fewer}{more}."
             )
-    return f"Nothing of this model fits on a GPU of {gb(total)} GB: choose a smaller base_model; or {rest}"
+    return (
+        f"This model does not fit on a GPU of {gb(total)} GB, whatever gpu_memory_utilization, "
+        f"max_seq_length and num_generations are: choose a smaller base_model{more}."
+    )
+
+
+def _change(current: float, share: float) -> str:
+    """Advice on gpu_memory_utilization, which may be right already."""
+    if round(100 * current) == round(100 * share):
+        return f"keep gpu_memory_utilization at {share:.2f}"
+    verb = "increase" if share > current else "reduce"
+    return f"{verb} gpu_memory_utilization to {share:.2f}"
+
+
+def _more_gpus(total: int, needs: Needs, tensor_parallel: int, sleep: bool | None) -> str:
+    """Advice to divide vLLM among more GPUs; empty if the learner, which has one, is too large."""
+    for times in (2, 4, 8):
+        part = replace(needs, weights=needs.weights // times, kv_token=needs.kv_token // times)
+        if _problem(_divided(total, part, None, sleep), part) is None:
+            count = times * tensor_parallel
+            return f"; or increase tensor_parallel_size to {count}, with as many GPUs"
+    return ""
 
 
 def _shorter(length: int) -> Iterator[int]:
