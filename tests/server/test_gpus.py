@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from hone.models.card import CONTEXT
 from hone.models.decoder import Decoder
 from hone.server import engine_choice
 from hone.server.gpus import Gpus, choose_gpus, visible
+from hone.server.serving import OpenEngine
 from hone.server.settings import Settings
 from hone.types import ModelSpec
 
@@ -225,15 +225,14 @@ def test_a_vllm_without_enough_memory_says_what_would_fit(
     server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
     monkeypatch.setenv("HONE_TEST_ERROR", f"\n{error}")
     _, _, why = started(server, tiny_model, tmp_path, gpu_memory_utilization=0.9)
-    assert why.startswith("CUDA out of memory. What would fit on a GPU of 24.0 GB: reduce ")
-    for words in (
-        "gpu_memory_utilization to 0.",
-        "max_seq_length to ",
-        "num_generations",
-        "tensor_",
-    ):
-        assert words in why, why
-    assert error.partition(":")[2][:60] in why  # and vLLM's own words
+    first, _, rest = why.partition("\n")
+    # There is no job, and so no number of generations. (4 GB + a tiny model) / 24 GB = 0.167.
+    assert first == (
+        "CUDA out of memory. What would fit on a GPU of 24.0 GB: reduce gpu_memory_utilization to "
+        "0.17; reduce max_seq_length to 256; halve num_generations; or increase "
+        "tensor_parallel_size to 2, with as many GPUs."
+    )
+    assert error.partition(":")[2][:60] in rest  # and vLLM's own words
     monkeypatch.setenv("HONE_TEST_ERROR", "\nValueError: another mistake")
     _, _, why = started(server, tiny_model, tmp_path)
     assert "out of memory" not in why
@@ -282,32 +281,52 @@ def exhausted(*args, **kwargs):
 """
 
 
-@pytest.mark.parametrize("place", ["Decoder.load", "DecoderBody.hidden"])
+@pytest.mark.parametrize(
+    ("place", "engine"),
+    [
+        ("Decoder.load", "vllm"),
+        ("DecoderBody.hidden", "vllm"),
+        ("DecoderBody.hidden", "embedded"),
+    ],
+)
 async def test_a_learner_without_enough_memory_fails_its_job_and_says_what_would_fit(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    place: str,
+    engine: Any,
 ):
     """When it loads the model, and in the first row of the job."""
     (tmp_path / "sitecustomize.py").write_text(f"{OUT_OF_MEMORY}body.{place} = exhausted\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+    def embedded(_: OpenEngine) -> OpenEngine:
+        return lambda name: EmbeddedEngine(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+
     def launch(spec: LearnerSpec, *, env: dict[str, str], **more: Any) -> LearnerProcess:
+        spec = spec.model_copy(update={"device": "cpu", "dtype": "float32"})
         return LearnerProcess.launch(spec, env={**env, "PYTHONPATH": path}, **more)
 
-    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 1)
-    monkeypatch.setattr(fit, "total_memory", lambda device: 24 * GB)
-    async with SmallServer.started(tmp_path / "hone", start_learner=launch) as server:
-        record = server.models.register(spec(tiny_model))
+    settings = Settings(root=tmp_path / "hone", engine=engine, engine_python=vllm)
+    server = SmallServer(settings, around_open=embedded, start_learner=launch)
+    async with server.running():
+        model = spec(tiny_model, engine_args={"gpu_memory_utilization": 0.9})
+        record = server.models.register(model)
         job = await server.ended(server.submit(record, token_groups()).id)
         assert (job.state, job.attempts, job.retries) == ("failed", 1, 0)
         assert job.failure is not None and job.failure.type == "OutOfMemory"
         first, advice = job.failure.message.splitlines()
         assert first == "CUDA out of memory. Tried to allocate 2.00 GiB."
-        # Settings of vLLM do not apply to the embedded engine. A group has three generations.
-        assert re.fullmatch(
-            r"What needs less memory: reduce max_seq_length to \d+; reduce num_generations to 2; "
-            r"or choose a smaller base_model\.",
-            advice,
-        )
+        # A group has three generations. Settings of vLLM do not apply to the embedded engine.
+        expected = {
+            "embedded": "What needs less memory: reduce max_seq_length to 256; reduce "
+            "num_generations to 2; or choose a smaller base_model.",
+            "vllm": "What would fit on a GPU of 24.0 GB: reduce gpu_memory_utilization to 0.17; "
+            "reduce max_seq_length to 256; reduce num_generations to 2; or increase "
+            "tensor_parallel_size to 2, with as many GPUs.",
+        }
+        assert advice == expected[engine]
 
 
 # ---- one GPU for both ----------------------------------------------------------------------------

@@ -188,11 +188,13 @@ def memory_advice(
 
     `utilization` and `sleep` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
     """
-    fewer = "" if generations is None else f" to {max(2, generations // 2)}"
+    fewer = "halve num_generations"  # without a job, its value is not known
+    if generations is not None:
+        fewer = f"reduce num_generations to {max(2, generations // 2)}"
     if not is_vllm:
         return (
             f"What needs less memory: reduce max_seq_length to {next(_shorter(needs.max_length))}; "
-            f"reduce num_generations{fewer}; or choose a smaller base_model."
+            f"{fewer}; or choose a smaller base_model."
         )
     more = _more_gpus(total, needs, tensor_parallel, sleep)
     current = utilization or min(1.0, _divided(total, needs, None, sleep).utilization)
@@ -206,7 +208,7 @@ def memory_advice(
         if all(_problem(plan, shorter) is None for plan in plans):
             return (
                 f"What would fit on a GPU of {gb(total)} GB: {_change(current, share)}; reduce "
-                f"max_seq_length to {length}; reduce num_generations{fewer}{more}."
+                f"max_seq_length to {length}; {fewer}{more}."
             )
     return (
         f"This model does not fit on a GPU of {gb(total)} GB, whatever gpu_memory_utilization, "
