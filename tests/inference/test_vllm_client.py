@@ -115,7 +115,8 @@ class OwnStandin(Standin):
         """So many times the digests are not ready."""
         self.lost = False
         """Whether it has forgotten an adapter's weights."""
-        self.wakes = True
+        self.wakes, self.reason = True, ""
+        """Whether it wakes, and why it does not."""
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake_up")(self.wake)
         self.app.post("/collective_rpc")(self.rpc)
@@ -144,8 +145,7 @@ class OwnStandin(Standin):
 
     def wake(self) -> Response:
         self.calls.append("wake")
-        message = "" if self.wakes else "CUDA out of memory"
-        return Response(message, status_code=200 if self.wakes else 500)
+        return Response(self.reason, status_code=200 if self.wakes else 500)
 
     async def rpc(self, request: Request) -> dict[str, Any]:
         body = await request.json()
@@ -181,7 +181,7 @@ class OwnStandin(Standin):
 @pytest.fixture
 def own() -> Iterator[tuple[OwnStandin, VllmProcess]]:
     """A stand-in at the socket of a process that hone would have started."""
-    standin, process = OwnStandin(), VllmProcess()
+    standin, process = OwnStandin(), VllmProcess(less_memory="Reduce max_seq_length to 64.")
     config = uvicorn.Config(
         standin.app, uds=str(process.socket), log_level="warning", lifespan="off"
     )
@@ -210,18 +210,23 @@ def engine_of(process: VllmProcess, directory: Path) -> VllmEngine:
     return VllmEngine(server, directory=directory / "adapters")
 
 
+@pytest.mark.parametrize("reason", ["CUDA Error: out of memory", "Internal Server Error"])
 async def test_an_engine_that_does_not_wake_has_failed_and_holds_no_request(
-    own: tuple[OwnStandin, VllmProcess], tmp_path: Path
+    own: tuple[OwnStandin, VllmProcess], tmp_path: Path, reason: str
 ) -> None:
     standin, process = own
     engine = engine_of(process, tmp_path)
-    standin.wakes = False
+    standin.wakes, standin.reason = False, reason
     await engine.sleep()
     waiting = asyncio.create_task(complete(engine, [1, 2, 3], Sampling(max_tokens=1)))
     await engine.wake()
-    with pytest.raises(EngineFailed, match=r"(?s)vLLM did not wake: .*CUDA out of memory"):
+    with pytest.raises(EngineFailed) as failed:
         async with asyncio.timeout(PATIENCE_S):
             await waiting
+    *_, advice, why = str(failed.value).splitlines()
+    assert why == f"vLLM did not wake: vLLM refused /wake_up: {reason}"
+    short = advice == "CUDA out of memory. Reduce max_seq_length to 64."
+    assert short is ("memory" in reason), advice
     await engine.close()
     # The server has replaced it: a job that still uses it is told to try again.
     for adapter in (None, AdapterRef("m", 1, "0" * 64)):

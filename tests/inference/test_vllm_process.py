@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.patience import PATIENCE_S
 
 from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.vllm import VllmEngine
+from hone.inference.vllm_client import VllmClient
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.inference.vllm_server import VllmServer, start_server
 
@@ -81,10 +83,10 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @contextmanager
-def running(python: str, **more: Any) -> Iterator[VllmProcess]:
-    process = VllmProcess()
+def running(python: str, *, less_memory: str = "") -> Iterator[VllmProcess]:
+    process = VllmProcess(less_memory=less_memory)
     try:
-        process.start(require_vllm(python), ["model"], **more)
+        process.start(require_vllm(python), ["model"])
         yield process
     finally:
         process.stop()
@@ -254,6 +256,23 @@ def test_a_server_that_two_threads_stop_closes_its_pipe_once(
     assert len(closed) == 1
 
 
+def test_a_server_that_failed_for_memory_says_what_to_do(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers /wake_up with status 500 and no reason; the reason is in its log."""
+    cause = "ERROR 11-16 [core.py:9] RuntimeError: CUDA Error: out of memory"
+    monkeypatch.setenv("HONE_TEST_SAYS", f"{READY}\n{cause}")
+    with running(python, less_memory="Reduce max_seq_length to 64.") as process:
+        while cause not in process.log_end():
+            time.sleep(0.01)
+        client = VllmClient(process, None)
+        client.fail("vLLM did not wake: Internal Server Error")
+        assert str(client.failure) == (
+            "CUDA out of memory. Reduce max_seq_length to 64.\n"
+            "vLLM did not wake: Internal Server Error"
+        )
+
+
 def test_workers_die_with_their_server(python: str) -> None:
     with running(python) as process:
         assert process.pid is not None
@@ -265,6 +284,7 @@ def test_workers_die_with_their_server(python: str) -> None:
 
 OWNER = """
 import sys, time
+from hone.inference.vllm_client import VllmClient
 from hone.inference.vllm_process import VllmProcess, require_vllm
 process = VllmProcess()
 process.start(require_vllm(sys.argv[1]), ["model"])

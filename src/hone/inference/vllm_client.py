@@ -70,7 +70,8 @@ class VllmClient:
 
     def fail(self, message: str) -> None:
         """Count the server as broken from now on."""
-        self._failure = EngineFailed(message)
+        process = self.process
+        self._failure = EngineFailed(process.with_advice(message) if process else message)
 
     async def close(self) -> None:
         """Stop a server that hone started; running requests get an error."""

@@ -218,13 +218,13 @@ class VllmProcess:
         with self._changed:
             if self._status is None or self._stopping:
                 return None
-            memory = f"CUDA out of memory. {self._less_memory}\n" if self._lacked_memory else ""
-            ending = f"vLLM ended with exit status {self._status}. {self.log_end()}"
-            return EngineFailed(memory + ending)
+            ending = self.with_advice(f"vLLM ended with exit status {self._status}.")
+            return EngineFailed(f"{ending} {self.log_end()}")
 
-    @property
-    def _lacked_memory(self) -> bool:
-        return any(NO_MEMORY.search(cause) for cause in self._causes)
+    def with_advice(self, message: str) -> str:
+        """Add what to do if the message, or an exception in the log, is about too little memory."""
+        short = any(map(NO_MEMORY.search, (message, *self._causes)))
+        return f"CUDA out of memory. {self._less_memory}\n{message}" if short else message
 
     def log_end(self) -> str:
         """The exceptions in its log, and the last lines."""
