@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -349,9 +350,9 @@ async def test_a_publish_that_fails_leaves_nothing_in_vllm(
     await engine.close()
 
 
-@pytest.fixture
-def vllm() -> Iterator[tuple[Standin, str]]:
-    standin = Standin()
+@contextmanager
+def served(standin: Standin) -> Iterator[str]:
+    """The URL at which the stand-in answers in the block."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -365,9 +366,18 @@ def vllm() -> Iterator[tuple[Standin, str]]:
     while not server.started:
         thread.join(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield standin, f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def vllm() -> Iterator[tuple[Standin, str]]:
+    standin = Standin()
+    with served(standin) as url:
+        yield standin, url
 
 
 def connect(model: Path, url: str, directory: Path) -> VllmEngine:

@@ -1,5 +1,6 @@
 """Which engine serves, and which arguments of vLLM a model may send. No vLLM needed."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.inference.conftest import write_vllm
+from tests.inference.test_vllm_client import Standin, served
+from tests.server.small_server import SmallServer
+from tests.server.small_server import spec as small_spec
 
 from hone.errors import ConfigError, EngineError
+from hone.inference.base import Sampling, complete
 from hone.models import machine
 from hone.server import engine_choice
 from hone.server.art_requests import ArtModel, model_spec
@@ -198,6 +203,31 @@ def test_stored_engine_args_are_refused_when_the_engine_starts(
     )
     vllm.open("tiny")
     assert opened == ["tiny"]
+
+
+async def test_a_running_vllm_serves_what_hone_trained(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "hone"
+    async with SmallServer.started(root) as server:
+        await server.trained(tiny_model, 0)
+    standin = Standin()
+    caplog.set_level("INFO")
+    with served(standin) as url:
+        async with SmallServer.started(root, engine_url=url) as server:
+            registered(server, small_spec(tiny_model))
+            async with server.serving.using("agent") as policy:
+                assert policy.adapter is not None and policy.step == 1
+                await complete(policy.base.engine, [1], Sampling(max_tokens=1), policy.adapter)
+            ((name, path),) = standin.loaded.items()
+            assert name == policy.adapter.sha256 == standin.bodies[-1]["model"]
+            directory, number, copy = Path(path).relative_to(root).parts
+            assert (directory, copy) == ("engines", name) and number == f"{os.getpid()}-0"
+            assert (Path(path) / "adapter_model.safetensors").exists()
+        assert standin.loaded == {} and not Path(path).exists()
+    lines = [(one.getMessage(), getattr(one, "fields", None)) for one in caplog.records]
+    says = "vLLM of others: a publish is proved by log-probabilities alone"
+    assert lines.count((says, {"url": url})) == 1
 
 
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
