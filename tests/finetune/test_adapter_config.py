@@ -39,6 +39,8 @@ def test_the_seed_s_defaults():
             "engine is for the run's own server, and ip is 'h'",
         ),
         ({"engine": "vlm"}, "'auto', 'embedded' or 'vllm'"),
+        ({"engine": {"url": "http://h:1", "python": "p"}}, "'auto', 'embedded' or 'vllm'"),
+        ({"engine": {"url": "http://h:1"}, "engine_url": "http://h:2"}, "'auto', 'embedded' or"),
         ({"nmae": "x"}, "nmae"),
     ],
 )
@@ -54,6 +56,18 @@ def test_the_engine_of_the_run_s_own_server():
     assert chosen.server_options() == options
     adapter = ARTTrainerAdapter(config(backend=options))
     assert isinstance(adapter.backend, LocalBackend) and adapter.backend.settings == options
+
+
+@pytest.mark.parametrize("key", ["engine_url", "engine"])
+def test_a_running_vllm_for_the_run_s_own_server(key: str):
+    url = "http://gpu1:8000"
+    backend = {key: {"url": url} if key == "engine" else url}
+    adapter = ARTTrainerAdapter(config(backend=backend))
+    assert isinstance(adapter.backend, LocalBackend)
+    assert adapter.backend.settings == {"engine_url": url}
+    assert backend[key] in (url, {"url": url})  # the document is as it was written
+    with pytest.raises(ValueError, match="engine_url is for the run's own server, and ip is 'h'"):
+        config(backend={**backend, "ip": "h", "port": 1})
 
 
 def test_what_is_sent_of_training():

@@ -61,7 +61,8 @@ class ARTBackendConfig(Strict):
     engine_python: Path | None = None
     """Python interpreter with vLLM for the run's own server, as `hone serve --engine-python`."""
     engine_url: str | None = None
-    """Running vLLM server for the run's own server to use, as `hone serve --engine-url`."""
+    """Running vLLM server for the run's own server to use, as `hone serve --engine-url`. May also be
+    written as `engine: {url: URL}`."""
     rank: int = Field(8, gt=0, le=512)
     """LoRA rank."""
     alpha: float = Field(16.0, gt=0)
@@ -102,6 +103,15 @@ class ARTBackendConfig(Strict):
             addresses=frozenset(map(address_of, urls) if urls else at_ip),
             aliases=frozenset(aliases),
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_has_a_url(cls, block: Any) -> Any:
+        match block:
+            case {"engine": {"url": url, **more}} if not more and "engine_url" not in block:
+                rest = {key: value for key, value in block.items() if key != "engine"}
+                return {**rest, "engine_url": url}
+        return block
 
     @field_validator("ip")
     @classmethod
