@@ -64,6 +64,17 @@ def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(
     assert choice(state, engine_python=without).describe() == "embedded"
 
 
+def test_vllm_may_be_installed_beside_hone(
+    state: State, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --engine-python it is looked for in hone's own environment."""
+    monkeypatch.setattr(engine_choice.sys, "executable", str(python))
+    assert choice(state, engine="vllm").describe() == f"vLLM 0.30.1 of {python}"
+    assert choice(state).describe() == "embedded"  # no GPU
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 1)
+    assert choice(state).describe() == f"vLLM 0.30.1 of {python}"
+
+
 def test_vllm_without_a_gpu_is_served_where_it_is_asked_for(state: State, python: Path) -> None:
     assert choice(state, engine="vllm", engine_python=python).vllm is not None
     url = choice(state, engine_url="http://10.0.0.1:8000")
