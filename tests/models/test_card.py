@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tests.docs.pages import ROOT, blocks
 
 from hone.errors import ModelTooLarge
 from hone.models.card import ASLEEP, CONTEXT, OVERHEAD, Needs, memory_advice, needs_of, plan_card
@@ -103,6 +104,11 @@ def test_the_plan_in_one_line():
         "64.0 GB of GPU memory; sampling: vLLM 0.72 (weights 15.2, KV cache 26.7, other 4.0), learner "
         "16.8, spare 1.3; training: vLLM asleep, learner 58.7"
     )
+
+
+def test_the_guide_prints_the_plans_of_its_examples():
+    plans = "".join(f"{plan_card(total * GB, needs('7B')).describe()}\n" for total in (80, 48))
+    assert plans in [block.code for block in blocks(ROOT / "docs/guides/vllm.md")]
 
 
 def test_what_does_not_fit_says_what_would():
