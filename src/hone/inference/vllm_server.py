@@ -173,7 +173,7 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
         raise EngineError(
             f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
         ) from None
-    say("vLLM of others: a publish is proved by log-probabilities alone", url=url)
+    say("vLLM was started by others: a publish is proved by log-probabilities alone", url=url)
     return VllmServer(
         vocab=int(files.text_config["vocab_size"]),
         max_length=min(card["max_model_len"], max_length),
