@@ -24,7 +24,7 @@ import hone
 from hone.commands import ConfigFile, Override, harness
 from hone.errors import HoneError
 from hone.exchange_commands import exchange
-from hone.finetune.interrupt import INTERRUPTED
+from hone.finetune.interrupt import INTERRUPTED, leave
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
 from hone.terminal import (
@@ -284,9 +284,10 @@ def serve_workflow_command(
     """
     from hone.serve_workflow import ServeWorkflowOptions, serve_workflow
 
-    serve_workflow(
-        ServeWorkflowOptions(config_file, pairs(override), host, port, api_key), typer.echo
-    )
+    options = ServeWorkflowOptions(config_file, pairs(override), host, port, api_key)
+    if serve_workflow(options, typer.echo) == INTERRUPTED:
+        signal.signal(signal.SIGINT, lambda *_: leave())  # Python waits for a workflow's threads
+        raise typer.Exit(INTERRUPTED)
 
 
 @art.callback(invoke_without_command=True)

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from hone.config.build import build
 from hone.config.schema import read
 from hone.errors import BadRequest, ConfigError, Forbidden, Unauthorized
 from hone.evaluation.steps import all_steps
+from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.wire.access import (
     Names,
     check_host,
@@ -50,6 +52,7 @@ from hone.workflow.run import RolloutResult, run_rollout
 GRACE_S = 5
 """How long requests may keep running after a signal."""
 BACKLOG = 2048
+MESSAGE = b"\nStopping; press Ctrl-C again to exit at once\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ class ServeWorkflowOptions:
     address."""
 
 
-def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns the exit status."""
     if not _is_loopback(options.host) and not options.api_key:
         raise ConfigError(
             f"--host {options.host}: other machines could run the workflow; set --api_key KEY, and "
@@ -76,7 +79,10 @@ def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # With the protocol set, or asyncio leaves Nagle's algorithm on and every answer takes 40 ms
     # longer.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as bound:
+    with (
+        socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as bound,
+        Interrupts(MESSAGE) as interrupts,
+    ):
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((options.host, options.port))
@@ -86,7 +92,12 @@ def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -
             raise ConfigError(
                 f"--host {options.host} --port {options.port}: {error.strerror}; use another address or port"
             ) from None
-        run_loop(_serve(options, bound, echo))
+        try:
+            run_loop(_serve(options, bound, interrupts, echo))
+        except asyncio.CancelledError:  # Ctrl-C while the components were built
+            if not interrupts.received:
+                raise
+        return INTERRUPTED if interrupts.received else 0
 
 
 def _is_loopback(host: str) -> bool:
@@ -98,8 +109,12 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _serve(
-    options: ServeWorkflowOptions, bound: socket.socket, echo: Callable[[str], None]
+    options: ServeWorkflowOptions,
+    bound: socket.socket,
+    interrupts: Interrupts,
+    echo: Callable[[str], None],
 ) -> None:
+    interrupts.cancel_on_interrupt()
     document = read(options.config_file, options.override)
     async with build(document) as builder:
         await builder.serve()
@@ -117,9 +132,8 @@ async def _serve(
             app.routes(), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
         )
         server = _Server(config)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+        interrupts.call_on_interrupt(server.stop)
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         echo(f"Serving {options.config_file} at http://{shown}:{port}")
@@ -130,8 +144,6 @@ class _Server(uvicorn.Server):
     """Leaves signals to the loop: uvicorn's own handling would interrupt the closing of components."""
 
     def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
     def stop(self) -> None:
@@ -195,6 +207,8 @@ class WorkflowApp:
                 return _error(status_of(error), str(error))
             except ClientDisconnect:
                 return _error(499, "the client has left")
+            except asyncio.CancelledError:  # uvicorn does this GRACE_S after a signal
+                return _error(503, "the service is stopping")
 
         return route
 

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 import yaml
 from filelock import FileLock
@@ -137,6 +140,67 @@ def test_the_second_leaves_at_once_whatever_hangs():
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in stderr and "asyncio" not in stderr
+
+
+HANGS = """
+import asyncio
+import atexit
+import threading
+import time
+
+atexit.register(print, "exit function")
+
+async def run(kind):
+    print("running", flush=True)
+    if kind == "blocks the loop":
+        time.sleep(600)
+    if kind == "leaves a thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        return
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("kind", ["waits", "blocks the loop", "leaves a thread", "nothing runs"])
+def test_a_served_workflow_is_ended_whatever_it_does(kind: str, tmp_path: Path):
+    """Only a workflow that blocks the event loop or leaves a thread needs a second Ctrl-C."""
+    (tmp_path / "agent_hangs.py").write_text(HANGS)
+    file = tmp_path / "hangs.yml"
+    file.write_text("workflow: {_type: python, target: 'agent_hangs.py:run'}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hone", "serve-workflow", f"--config_file={file}", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[-1]
+    answers: list[httpx2.Response] = []
+
+    def ask() -> None:
+        with suppress(httpx2.TransportError):  # the service exited at once
+            answers.append(httpx2.post(f"{url}/generate", json=kind, timeout=PATIENCE_S))
+
+    client = threading.Thread(target=ask)
+    if kind != "nothing runs":
+        client.start()
+        assert process.stdout.readline() == "running\n"
+    if kind == "leaves a thread":
+        client.join()
+    process.send_signal(signal.SIGINT)
+    if kind in ("blocks the loop", "leaves a thread"):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(interrupt.SAME_S * 5)
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == INTERRUPTED
+    assert stderr.startswith("\nStopping; press Ctrl-C again to exit at once\n")
+    assert "Traceback" not in stderr
+    assert ("exit function" in stdout) == (kind in ("waits", "nothing runs"))
+    if kind == "waits":
+        client.join()
+        assert answers[0].status_code == 503 and "the service is stopping" in answers[0].text
 
 
 def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Ctrl-C: the first one ends a run with a report, the second one exits at once.
 
-In:   SIGINT during a run
-Out:  the run's task is cancelled, once; or the process exits with 130
+In:   SIGINT during a run, or while a workflow is served
+Out:  the run's task is cancelled, or the service stops, once; or the process exits with 130
 
 By default Python raises KeyboardInterrupt wherever the event loop is, and asyncio then logs an
 error for every interrupted task. Here the run is cancelled like any other task, `finally` blocks of
@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, NoReturn, Self
+from collections.abc import Callable
+from typing import NoReturn, Self
 
 from hone.workflow.loop import to_debug
 
@@ -31,10 +32,11 @@ MESSAGE = b"\nStopping the run; press Ctrl-C again to exit at once\n"
 class Interrupts:
     """Handles SIGINT in the main thread, unless the program has its own handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, message: bytes = MESSAGE) -> None:
         self.received = False
         self._received_at = 0.0
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._message = message
+        self._running: tuple[asyncio.AbstractEventLoop, Callable[[], object]] | None = None
 
     def __enter__(self) -> Self:
         main = threading.current_thread() is threading.main_thread()
@@ -50,7 +52,11 @@ class Interrupts:
         """Let the first Ctrl-C cancel the current task."""
         task = asyncio.current_task()
         assert task is not None, "called outside of a task"
-        self._running = asyncio.get_running_loop(), task
+        self.call_on_interrupt(task.cancel)
+
+    def call_on_interrupt(self, stop: Callable[[], object]) -> None:
+        """Let the first Ctrl-C call `stop` in the current event loop."""
+        self._running = asyncio.get_running_loop(), stop
 
     def _handle(self, *_: object) -> None:
         now = time.monotonic()
@@ -62,11 +68,11 @@ class Interrupts:
         if self._running is None:
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):  # stderr may be closed; the run ends anyway
-            os.write(2, MESSAGE)  # bypasses the console, whose lock this thread may hold
-        loop, task = self._running
+            os.write(2, self._message)  # bypasses the console, whose lock this thread may hold
+        loop, stop = self._running
         loop.set_exception_handler(to_debug)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(task.cancel)
+            loop.call_soon_threadsafe(stop)
 
 
 def leave() -> NoReturn:
