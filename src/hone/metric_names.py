@@ -28,7 +28,8 @@ JOB_METRICS: dict[str, str] = {
     "learn/long_rollouts": "Rollouts that were left out because a call exceeds `max_seq_length`.",
     "learn/labels": "Tokens that were trained on.",
     "learn/labels_exact": "Of these, tokens with the unmasked log-probability of the sampler.",
-    "learn/labels_inexact": "Of these, tokens whose log-probability is masked; their importance weight is 1.",
+    "learn/labels_inexact": "Of these, tokens whose log-probability is masked, or minus infinity "
+    "(-9999); their importance weight is 1.",
     "learn/labels_without_logprob": "Of these, tokens without a log-probability; their importance weight is 1.",
     "learn/labels_dropped/REASON": "Sampled tokens that were not trained on, by reason.",
     "learn/logical_tokens": "Tokens of all labelled calls, prompts included, without sharing.",

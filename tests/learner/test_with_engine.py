@@ -91,6 +91,15 @@ async def test_logprobs_agree(
         for group in groups
     ]
     assert learner.train(wrong, TrainConfig(learning_rate=0)).metrics["learn/mismatch_kl"] > 1e-3
+    # Minus infinity, as vLLM writes it: the token weighs 1 and the metric is that of the others.
+    weighed = result.metrics["learn/grad_norm"]
+    call = groups[0].trajectories[0].calls[0]
+    assert call.logprobs is not None
+    call.logprobs[3] = -9999.0
+    masked = learner.train(groups, TrainConfig(learning_rate=0)).metrics
+    assert (masked["learn/labels_exact"], masked["learn/labels_inexact"]) == (4 * 8 * 24 - 1, 1)
+    assert masked["learn/mismatch_kl"] < 1e-9
+    assert masked["learn/grad_norm"] == pytest.approx(weighed, rel=1e-4)
 
 
 async def test_forced_tokens_get_no_gradient_and_narrowed_ones_their_own_logprob(

@@ -29,6 +29,9 @@ need more memory."""
 KEEP_WHOLE = 8
 """A subtree that fits the budget is kept whole up to this multiple of the prefix that another row
 would repeat: cutting a larger one costs less than an eighth."""
+MASKED = -700.0
+"""A lower log-probability is a mask's and not the model's: vLLM and OpenAI write minus infinity as
+-9999. The learner's probability divided by it would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +156,13 @@ def _labels(samples: Sequence[Sample]) -> Labels:
             return np.full(len(call.places), np.nan)
         return call.logprobs[call.places]
 
+    sampler = torch.from_numpy(np.concatenate([logprobs(c) for _, c in calls]))
     return Labels(
         target=torch.from_numpy(np.concatenate([c.ids[c.prompt + c.places] for _, c in calls])),
         call=spread(range(len(calls))),
         rollout=spread([r for r, _ in calls]),
-        sampler_logprob=torch.from_numpy(np.concatenate([logprobs(c) for _, c in calls])),
-        exact=spread(exact),
+        sampler_logprob=sampler,
+        exact=spread(exact) & (sampler > MASKED),
         temperature=spread([float(c.temperature) for _, c in calls]),
         advantage=spread([float(c.advantage) for _, c in calls]),
     )
