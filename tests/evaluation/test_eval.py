@@ -421,13 +421,14 @@ async def test_an_evaluator_that_is_none_is_found_when_it_is_built(bench: Workbe
         await bench.evaluate()
 
 
+@pytest.mark.parametrize("error", ["SystemExit", "BaseException"])
 async def test_an_evaluator_that_exits_is_a_failure_and_an_agent_may_change_the_directory(
-    endpoint: tuple[Endpoint, str], bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    endpoint: tuple[Endpoint, str], bench: Workbench, monkeypatch: pytest.MonkeyPatch, error: str
 ):
     monkeypatch.chdir(bench.path)
     (bench.path / "moving_agent.py").write_text(
         "import os\ndef run(input):\n    os.chdir('/')\n    return {('a', 1): input}\n"
-        "def leave(item):\n    raise SystemExit(2)\n",
+        f"def leave(item):\n    raise {error}(2)\n",
         encoding="utf-8",
     )
     bench.config["workflow"] = {"_type": "python", "target": "moving_agent.py:run"}
@@ -436,6 +437,6 @@ async def test_an_evaluator_that_exits_is_a_failure_and_an_agent_may_change_the_
         "l": {"_type": "python", "target": "moving_agent.py:leave"}
     }
     summary = await bench.evaluate()
-    assert "could not score 3 of 3 items; the first: SystemExit: 2" in summary.message
+    assert f"could not score 3 of 3 items; the first: {error}: 2" in summary.message
     assert summary.evaluators[0].output_file == Path("out/l_output.json")
     assert bench.answers == [{"('a', 1)": f"q{n}"} for n in range(3)]

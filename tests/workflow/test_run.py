@@ -69,6 +69,27 @@ async def test_a_plain_function_runs_in_a_thread_and_is_seen():
     assert len(result.calls) == len(result.steps) == 1
 
 
+class Panic(BaseException):
+    """Not an Exception, like a panic of a Rust library or `pytest.fail`."""
+
+
+@pytest.mark.parametrize(
+    "error", [Panic("index out of bounds"), BaseExceptionGroup("two", [SystemExit(1), Panic()])]
+)
+async def test_whatever_an_agent_raises_is_its_failure(error: BaseException):
+    async def agent(question: str) -> None:
+        raise error
+
+    def plain(question: str) -> None:
+        raise error
+
+    for result in (await ran(agent), await ran(plain)):
+        assert why(result) == ("infrastructure", "agent_error")
+        assert result.failure is not None
+        assert result.failure.failure.type == type(error).__name__
+        assert result.failure.failure.message == str(error)
+
+
 async def test_more_plain_functions_run_at_once_than_a_pool_has_threads():
     together = threading.Barrier(50, timeout=PATIENCE_S)
 

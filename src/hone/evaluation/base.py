@@ -253,7 +253,9 @@ async def _scores(
         if deadline is not None and deadline.expired():
             message = f"item {items[0].id!r}: the evaluator did not end within {timeout_s:g} s"
             failure = Failure(type="TimeoutError", message=message)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  # user code: whatever it raises is data
         failure = failure_of(error)
     return [Score(None, failure=failure)] * len(items)
 

@@ -215,7 +215,9 @@ async def _attempt(workflow: Function, input: Any) -> _Ended:
         if task is not None and task.cancelling():
             raise
         return _Ended(error=error)  # the agent awaited a task that it had cancelled
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # user code: whatever it raises is data
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  # user code: whatever it raises is data
         return _Ended(error=error)
 
 
