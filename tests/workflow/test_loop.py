@@ -77,6 +77,35 @@ async def test_when_one_of_many_fails_the_others_are_ended_first():
     assert await run_together(asyncio.sleep(0, n) for n in (1, 2)) == [1, 2]
 
 
+def test_a_task_of_an_agent_that_exits_fails_its_rollout_and_ends_nothing_else():
+    async def tool() -> None:
+        raise SystemExit(4)  # as argparse does
+
+    async def agent(question: str) -> None:
+        await asyncio.gather(tool(), asyncio.sleep(0))
+
+    async def careless(question: str) -> str:
+        task = asyncio.create_task(tool())
+        await asyncio.wait({task})
+        assert isinstance(task.exception(), SystemExit)
+        return "done"
+
+    async def main() -> list[object]:
+        results = await asyncio.gather(ran(agent), ran(careless), ran(agent))
+        return [result.failure and result.failure.failure.type for result in results]
+
+    assert run_loop(main()) == ["SystemExit", None, "SystemExit"]
+
+
+def test_a_command_may_exit():
+    async def main() -> None:
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        run_loop(main())
+
+
 def test_a_thread_that_hangs_is_not_waited_for():
     gate = threading.Event()
 

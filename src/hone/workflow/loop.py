@@ -5,7 +5,8 @@ Out:  its result, after all other tasks were cancelled and had GRACE_S to end
 
 asyncio.run waits for every task and every thread of its pool, however long they take: an agent that
 catches its cancellation, or blocks in `asyncio.to_thread`, would keep a finished command from
-ending. Here threads are daemons, which the process does not wait for.
+ending. Here threads are daemons, which the process does not wait for. It also ends as soon as any
+task raises SystemExit; here that is the failure of the rollout that awaits the task.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ log = logging.getLogger("hone")
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """Like asyncio.run, but does not wait for tasks that do not end."""
-    runner = asyncio.Runner()
+    runner = asyncio.Runner(loop_factory=_Loop)
     loop = runner.get_loop()
+    asyncio.set_event_loop(loop)
     try:
         return runner.run(_alone(main))
     finally:
@@ -38,6 +40,8 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
 
 async def _alone(main: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.get_running_loop()
+    assert isinstance(loop, _Loop), loop
+    loop.main = asyncio.current_task()
     loop.set_default_executor(_Threads())
     try:
         return await main
@@ -62,6 +66,20 @@ async def _leave_others() -> None:
 def to_debug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Exception handler of a loop that is ending: log at debug level."""
     log.debug("%s", context["message"], exc_info=context.get("exception"))
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Runs until its main task is done, whichever other task raises SystemExit."""
+
+    main: "asyncio.Task[Any] | None" = None
+
+    def run_forever(self) -> None:
+        while True:
+            try:
+                return super().run_forever()
+            except SystemExit:  # the task has it too, and so has whoever awaits the task
+                if self.main is None or self.main.done():
+                    raise
 
 
 class _Threads(ThreadPoolExecutor):
