@@ -13,6 +13,15 @@ class Mute:
         raise RuntimeError("no text")
 
 
+class Detached(dict[str, Any]):
+    """Like a row of a database whose session is closed."""
+
+    def items(self) -> Any:
+        raise RuntimeError("detached")
+
+    values = items
+
+
 def test_what_json_can_hold_stays_what_it_is():
     value = {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": ()}}
     assert json.loads(dumps(value)) == {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": []}}
@@ -27,6 +36,7 @@ def test_what_json_cannot_hold_stands_there_as_text():
     assert value_read["null"] == "<Mute, whose text cannot be had: RuntimeError>"
     assert value_read["c"] == [1, "<holds itself>"]
     assert int(value_read["n"], 16) == 10**5000
+    assert json.loads(dumps([1, Detached(a=2)])) == [1, "{'a': 2}"]
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(DEPTH, False), (DEPTH + 2, True), (5000, True)])

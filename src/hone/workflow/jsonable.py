@@ -24,8 +24,8 @@ _DIGITS = 4000
 def dumps(value: Any, *, indent: int | None = None, ensure_ascii: bool = True) -> str:
     """JSON text of the value; never raises, whatever the value holds."""
     how: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "allow_nan": False}
-    if not _too_deep(value):
-        with suppress(Exception):  # a user's class may raise anything
+    with suppress(Exception):  # a user's class may raise anything
+        if not _too_deep(value):
             return json.dumps(value, default=as_json, **how)
     return json.dumps(_repaired(value, ()), **how)
 
@@ -78,12 +78,13 @@ def _repaired(value: Any, above: tuple[int, ...]) -> Any:
     if len(above) > DEPTH:
         return f"<nested deeper than {DEPTH}>"
     inside = (*above, id(value))
-    if isinstance(value, BaseModel):
-        value = dict(value)
-    if isinstance(value, Mapping):
-        return {_key(key): _repaired(inner, inside) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_repaired(inner, inside) for inner in value]
+    with suppress(Exception):  # as in dumps()
+        if isinstance(value, BaseModel):
+            value = dict(value)
+        if isinstance(value, Mapping):
+            return {_key(key): _repaired(inner, inside) for key, inner in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [_repaired(inner, inside) for inner in value]
     return as_text(value)
 
 
