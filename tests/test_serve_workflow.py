@@ -338,6 +338,8 @@ def test_a_program_behind_the_service_makes_its_calls_in_the_rollout(
         ('data: {"value": "x"}\r\n\r\n', "x"),
         ('data: "x"\n\n', "a line that is not a JSON object: '\"x\"'"),
         ("data: {\n\n", "a line that is not a JSON object: '{'"),
+        ('intermediate_data: {"payload": "# Step"}\n', "not a JSON object: '# Step'"),
+        ('intermediate_data: {"payload": null}\n', "not a JSON object: 'None'"),
     ],
 )
 async def test_lines_of_any_service_are_read(answer: str, value: str):

@@ -86,7 +86,9 @@ class _Service:
         for line in text.split("\n"):  # not splitlines(): JSON may have U+2028 in it
             line = line.rstrip("\r")
             if line.startswith(STEP) and scope is not None and scope.recorder is not None:
-                scope.recorder.add_event(_event(self._object(line.removeprefix(STEP))))
+                step = self._object(line.removeprefix(STEP))
+                payload = self._object(str(step.get("payload")))
+                scope.recorder.add_event(_event(step, payload))
             elif line.startswith(DATA):
                 values.append(self._object(line.removeprefix(DATA)).get("value"))
             elif line.startswith("{"):
@@ -117,9 +119,8 @@ class _Service:
         raise AgentFailed(message, reason=str(error.get("reason") or "agent_error"), **more)
 
 
-def _event(line: dict[str, Any]) -> dict[str, Any]:
+def _event(line: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
     """One intermediate step; `nat serve` does not say which function it belongs to."""
-    payload = json.loads(line["payload"])
     unknown = {
         "function_id": payload.get("UUID") or "remote",
         "function_name": payload.get("name") or "remote",
