@@ -247,6 +247,10 @@ def test_its_port_is_its_own_while_its_components_are_built(tmp_path: Path):
 def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines could run"):
         serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
+    for key in ("", " ", "schl\u00fcssel"):  # no client can send one of these
+        options = ServeWorkflowOptions(config, host="192.0.2.1", api_key=key)
+        with pytest.raises(ConfigError, match="--api_key: expected at least one character, all"):
+            serve_workflow(options, print)
     with workflow(config, "--api_key", "sesame") as url:
         for sent, why in (
             ({}, "the request has no API key; "),

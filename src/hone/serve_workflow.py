@@ -33,11 +33,13 @@ from hone.errors import BadRequest, ConfigError, Forbidden, Unauthorized
 from hone.evaluation.steps import all_steps
 from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.wire.access import (
+    KEY_FORM,
     Names,
     check_host,
     check_not_forwarded,
     check_origin,
     has_key,
+    is_key,
     key_problem,
 )
 from hone.wire.errors import status_of
@@ -71,6 +73,8 @@ class ServeWorkflowOptions:
 
 def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status."""
+    if options.api_key is not None and not is_key(options.api_key):
+        raise ConfigError(f"--api_key: {KEY_FORM}; leave it out for a service without a key")
     if not _is_loopback(options.host) and not options.api_key:
         raise ConfigError(
             f"--host {options.host}: other machines could run the workflow; set --api_key KEY, and "

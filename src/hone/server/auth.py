@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from hone.errors import ConfigError, Unauthorized, Unprocessable
 from hone.models.find import canonical
-from hone.server.settings import Settings, is_key
+from hone.server.settings import Settings
 from hone.types import FieldError, ModelSpec
 from hone.wire.access import (
     LOCAL,
@@ -32,6 +32,7 @@ from hone.wire.access import (
     forwarded,
     has_key,
     ip,
+    is_key,
     key_problem,
 )
 

@@ -20,13 +20,9 @@ from pydantic.fields import FieldInfo
 
 from hone.errors import ConfigError
 from hone.types import AdvertisedUrl, Directory, Strict
+from hone.wire.access import KEY_FORM, is_key
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def is_key(text: str) -> bool:
-    """Whether a client can send this text as a bearer token."""
-    return bool(text) and all("!" <= letter <= "~" for letter in text)
 
 
 class Settings(Strict):
@@ -157,10 +153,7 @@ class Settings(Strict):
     @classmethod
     def _no_key_is_empty(cls, value: str | None) -> str | None:
         if value is not None and not is_key(value):
-            raise ValueError(
-                "expected at least one character, all of them printable ASCII without spaces; "
-                "leave it out for a server that makes its own"
-            )
+            raise ValueError(f"{KEY_FORM}; leave it out for a server that makes its own")
         return value
 
     @field_validator("device")

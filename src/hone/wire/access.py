@@ -23,6 +23,8 @@ INFERENCE = "hone-inference-"
 """Prefix of an inference key."""
 NO_KEY = "default"
 """What clients send if no key is set: OpenAI's clients must send one."""
+KEY_FORM = "expected at least one character, all of them printable ASCII without spaces"
+"""What `is_key` requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ def forwarded(headers: Mapping[str, str]) -> str | None:
     """The header that shows that a proxy forwarded the request."""
     known = ("forwarded", "via", "x-real-ip")
     return next((h for h in headers if h in known or h.startswith("x-forwarded-")), None)
+
+
+def is_key(text: str) -> bool:
+    """Whether a client can send this text as a bearer token."""
+    return bool(text) and all("!" <= letter <= "~" for letter in text)
 
 
 def has_key(key: str | None, headers: Mapping[str, str]) -> bool:
