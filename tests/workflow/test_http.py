@@ -93,6 +93,21 @@ async def test_the_address_may_go_into_the_body_other_headers_and_the_url(tmp_pa
     assert yaml.safe_load(body) == {"task": {"n": 1}, "text": 'do: {"n": 1}', "llm": [ROOT, 3]}
 
 
+async def test_half_a_character_does_not_fail_the_rollout(tmp_path: Path):
+    """Text that was cut inside a surrogate pair, as `json.loads` reads it."""
+    service = Service()
+    async with serving(service) as url:
+        for workflow in (
+            {"url": url},
+            {"url": url, "body": "{input}"},
+            {"url": f"{url}/{{input}}", "headers": {"X-Input": "{input}"}},
+        ):
+            assert (await result_of(tmp_path, workflow, "a\ud83d")).failure is None
+    json, text, other = service.requests
+    assert (json[3], text[3]) == (b'{"input": "a\\ud83d"}', b"a?")
+    assert (other[1], other[2]["x-input"]) == ("/a%3F", "a?")
+
+
 async def test_a_string_is_sent_as_text_and_get_sends_nothing(tmp_path: Path):
     service = Service()
     async with serving(service) as url:

@@ -118,7 +118,8 @@ class _Service:
         """Status and body of the response; the body is cut after `max_output_bytes` and one."""
         config = self._config
         values = {**address.placeholders, "input": as_text(input)}
-        url = fill(config.url, {name: quote(value, safe="") for name, value in values.items()})
+        quoted = {name: quote(value, safe="", errors="replace") for name, value in values.items()}
+        url = fill(config.url, quoted)
         headers = {
             "X-Hone-Base-URL": address.base_url,
             "X-Hone-Model": address.model,
@@ -132,7 +133,7 @@ class _Service:
                 "text/plain; charset=utf-8" if isinstance(config.body, str) else "application/json"
             )
             filled["Content-Type"] = kind
-        raw = [(name.encode(), value.encode()) for name, value in filled.items()]
+        raw = [(name.encode(), value.encode(errors="replace")) for name, value in filled.items()]
         with not_captured():
             async with self._client.stream(
                 config.method, url, headers=raw, content=content
