@@ -117,8 +117,9 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.04 * i for i in range(8)],
     "long_factor": [2.0 + 0.4 * i for i in range(8)],
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 24,
 }
+"""In test_families.py the first calls are shorter, the second ones longer."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = (
@@ -266,7 +267,7 @@ FAMILIES = (
     ),
     Family(
         "Phi-4 with longrope",
-        _config("Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=16),
+        _config("Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=24),
         "rotary angles change with the length",
         shared=False,
         vllm=True,
@@ -295,6 +296,21 @@ FAMILIES = (
         "linear attention, shared and routed experts",
         shared=False,
         experts=True,
+    ),
+    Family(
+        "Bamba",
+        _config(
+            "BambaConfig",
+            attn_layer_indices=[1],
+            mamba_n_heads=8,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_expand=2,
+            mamba_chunk_size=16,
+        ),
+        "a state space (Mamba 2)",
+        shared=False,
     ),
 )
 

@@ -165,6 +165,10 @@ def _plain_head(body: TransformersBody) -> None:
     body.head = replace(body.head, scale=1.0, softcap=None)
 
 
+def _shared_anyway(body: TransformersBody) -> None:
+    body.unshared = ""
+
+
 def _no_sinks(body: TransformersBody) -> None:
     from transformers import AttentionInterface
 
@@ -194,10 +198,14 @@ def _uncapped_scores(body: TransformersBody) -> None:
         ("Gemma 2", _plain_head),
         ("gpt-oss", _no_sinks),
         ("Gemma 2", _uncapped_scores),
+        ("Phi-4 with longrope", _shared_anyway),
+        ("LFM2", _shared_anyway),
+        ("Qwen3-Next", _shared_anyway),
+        ("Bamba", _shared_anyway),
     ],
 )
 def test_the_oracle_notices(name: str, mutate: Callable[[TransformersBody], object]):
-    """A window one too wide, a factor left out: a hundred times the tolerance of the tests above."""
+    """A window one too wide, a factor left out, a prefix shared: a hundred times the tolerance above."""
     from transformers import AttentionInterface
 
     family = next(family for family in FAMILIES if family.name == name)
