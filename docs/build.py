@@ -259,7 +259,7 @@ def families_reference() -> str:
     columns = ("family", "tested with", "learner", "embedded", "vLLM", "template, bridging")
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for family in FAMILIES:
-        learner = "paths share prefixes" if family.shared else "path by path"
+        learner = "path by path" if family.unshared else "paths share prefixes"
         learner += ", experts frozen" if family.experts else ""
         embedded = "yes" if family.embedded else "refused"
         vllm, chat = ("tested" if tested else "-" for tested in (family.vllm, family.chat))

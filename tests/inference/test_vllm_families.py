@@ -58,7 +58,7 @@ def write_adapter(directory: Path, body: TransformersBody, step: int) -> Adapter
 
 
 def write_model(directory: Path, family: Family) -> TransformersBody:
-    model: Any = family.model(**SIZES, **({} if family.shared else LONGROPE_SIZES))
+    model: Any = family.model(**SIZES, **(LONGROPE_SIZES if family.unshared else {}))
     model.save_pretrained(directory)
     spelling_tokenizer().save_pretrained(directory)
     return TransformersBody(model, raw=model.config.to_dict())
@@ -97,7 +97,7 @@ async def test_adapters_are_proved_and_logprobs_are_those_of_transformers(
     body = write_model(tmp_path / "model", family)
     adapters = {write_adapter(tmp_path / str(s), body, s): tmp_path / str(s) for s in (1, 2)}
     async with opened(tmp_path, DTYPE) as engine:
-        assert engine.max_length == (256 if family.shared else LONG_FROM)
+        assert engine.max_length == (LONG_FROM if family.unshared else 256)
         served = Served(engine, tmp_path / "model", adapters, FLOAT32)
         for ref in (None, *adapters):
             if ref is not None:

@@ -38,8 +38,8 @@ class Family:
     """Makes its configuration; keywords replace its sizes."""
     peculiar: str
     """What about it could go wrong."""
-    shared: bool = True
-    """Whether paths share their prefixes."""
+    unshared: str = ""
+    """Why every path is computed by itself; empty if paths share their prefixes."""
     experts: bool = False
     embedded: bool = False
     """Whether hone's own decoder, and with it the embedded engine, runs this configuration."""
@@ -269,7 +269,7 @@ FAMILIES = (
         "Phi-4 with longrope",
         _config("Phi3Config", rope_parameters=LONGROPE, original_max_position_embeddings=24),
         "rotary angles change with the length",
-        shared=False,
+        unshared="its rotary angles depend on the length of the text (longrope)",
         vllm=True,
     ),
     Family(
@@ -278,7 +278,7 @@ FAMILIES = (
             "Lfm2Config", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
         ),
         "a convolution along the row",
-        shared=False,
+        unshared="layers of type conv are not plain attention over ancestors",
     ),
     Family(
         "Qwen3-Next",
@@ -294,7 +294,7 @@ FAMILIES = (
             **MOE,
         ),
         "linear attention, shared and routed experts",
-        shared=False,
+        unshared="layers of type linear_attention are not plain attention over ancestors",
         experts=True,
     ),
     Family(
@@ -310,7 +310,7 @@ FAMILIES = (
             mamba_chunk_size=16,
         ),
         "a state space (Mamba 2)",
-        shared=False,
+        unshared="layers of type linear_attention are not plain attention over ancestors",
     ),
 )
 

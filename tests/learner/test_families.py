@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.chat.test_bridge import FAMILIES as CHAT_FAMILIES
-from tests.learner.families import FAMILIES, VOCAB, Family
+from tests.learner.families import FAMILIES, SIZES, VOCAB, Family
 from torch import Tensor
 
 from hone.learner.forward import row_logprobs
@@ -144,12 +145,30 @@ def test_the_trie_equals_unshared_passes_in_float32(family: Family):
 def test_what_the_body_says(family: Family):
     model = family.model()
     body = TransformersBody(model, raw=model.config.to_dict())
-    assert bool(body.unshared) is not family.shared, body.unshared
+    assert body.unshared == family.unshared
+    assert not body.unshared or body.notes[0].endswith(f"computed by itself: {body.unshared}")
     assert any("experts" in note for note in body.notes) is family.experts
     assert (own_decoder(model.config.to_dict()) is not None) is family.embedded
     assert not family.chat or family.chat in CHAT_FAMILIES
     paths = [path for parts in body.layout.adapted.values() for path, _, _ in parts]
     assert paths and not any("experts." in path and "shared" not in path for path in paths)
+
+
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("FalconH1", MAMBA, "layers of type hybrid are not plain attention over ancestors"),
+        ("Bloom", {}, "its 2 layers call the attention function 0 times, not once each"),
+    ],
+)
+def test_why_paths_share_nothing(name: str, sizes: dict[str, Any], why: str):
+    """Layers of Falcon-H1 have attention and a state. Bloom's attention cannot be replaced."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert TransformersBody(model, raw=config.to_dict()).unshared == why
 
 
 # ---- what the oracle must notice ---------------------------------------------------------------------

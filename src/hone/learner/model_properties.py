@@ -119,12 +119,11 @@ def _why_unshared(text: Any, windows: list[_Window]) -> str:
     layers = text.num_hidden_layers
     other = sorted(set(getattr(text, "layer_types", None) or ()) - SHARED_LAYERS)
     ropes = _rope_types(getattr(text, "rope_parameters", None) or {})
-    if len(windows) != layers or other:
-        kinds = f" ({', '.join(other)})" if other else ""
-        attention = sum(window.regular for window in windows)
+    if other:
+        return f"layers of type {', '.join(other)} are not plain attention over ancestors"
+    if len(windows) != layers:
         return (
-            f"{attention} of {layers} layers are attention over ancestors; the others{kinds} carry "
-            "a state along the row"
+            f"its {layers} layers call the attention function {len(windows)} times, not once each"
         )
     if not all(window.regular for window in windows):
         return "its attention windows depend on the place in the text"
