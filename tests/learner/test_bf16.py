@@ -4,15 +4,19 @@ The gradient of a token that is nearly certain is small, and it is what keeps a 
 collapsing: computed from rounded probabilities it was 24% off at p = 0.99 and zero at 0.999.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.learner.families import FAMILIES
 from torch import Tensor
 
+from hone.learner.body import as_body
 from hone.learner.learner import Learner, StepResult
+from hone.learner.transformers_body import TransformersBody
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -93,14 +97,15 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def learner_of(decoder: Decoder) -> Learner:
-    lora = Lora.init(decoder.config, rank=4, alpha=8.0, seed=0, device=decoder.device)
+def learner_of(model: Decoder | TransformersBody) -> Learner:
+    body = as_body(model)
+    lora = Lora.init(body.layout, rank=4, alpha=8.0, seed=0, device=body.device)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, tensor in lora.parameters():
             if ".b" in name:  # not zero, so that gradients of A are not either
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
-    return Learner(decoder, lora, base_model="tiny")
+    return Learner(body, lora, base_model="tiny")
 
 
 def trained(decoder: Decoder) -> tuple[StepResult, Tensor]:
@@ -148,3 +153,20 @@ def test_the_gradient_of_the_adapter_points_where_that_of_float64_does(
         assert result.logprobs is not None
         gradients.append(gradient / -torch.expm1(torch.tensor(result.logprobs[0])))
     assert error(*gradients) < 0.05
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_step_of_1e_6_moves_the_factors(make_group: Callable[..., TrajectoryGroup], joint: bool):
+    """They stay float32: in bfloat16, numbers near 0.1 are 5e-4 (2**-11) apart."""
+    model = FAMILIES[2].model(torch.bfloat16)
+    body = TransformersBody(model, raw=model.config.to_dict())
+    if joint:  # as on a GPU
+        body._lora.join()
+    learner = learner_of(body)
+    before = [leaf.detach().clone() for _, leaf in learner.lora.parameters()]
+    group = make_group([1, 5, 9], [[7, 8, 2], [7, 9, 4, 2]], [1.0, 0.0])
+    learner.train([group], TrainConfig(learning_rate=1e-6))
+    for (name, leaf), old in zip(learner.lora.parameters(), before, strict=True):
+        assert leaf.dtype == torch.float32, name
+        # Adam's first step is the learning rate times the sign of the gradient.
+        assert (leaf - old).abs().median().item() == pytest.approx(1e-6, rel=0.05), name
