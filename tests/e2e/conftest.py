@@ -29,6 +29,8 @@ class Server:
     inference_port: int
     root: Path
     log: Path
+    pid: int = 0
+    """0: nothing runs there."""
 
     def get(self, path: str) -> Any:
         answer = httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S)
@@ -41,13 +43,13 @@ class Server:
 
 
 @contextmanager
-def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
-    """`hone serve` on free ports, until the end of the block."""
+def serving(root: Path, environment: dict[str, str], *options: str) -> Iterator[Server]:
+    """`hone serve` until the end of the block, on free ports unless `options` name others."""
     root.parent.mkdir(parents=True, exist_ok=True)
     output = root.with_name(f"{root.name}.output")
     ready, tell = os.pipe()
     command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(root)]
-    command += ["--port", "0", "--inference-port", "0"]
+    command += ["--port", "0", "--inference-port", "0", *options]
     with output.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -63,7 +65,8 @@ def serving(root: Path, environment: dict[str, str]) -> Iterator[Server]:
             announcement = line.readline()
         assert announcement, output.read_text()
         where = json.loads(announcement)
-        yield Server(where["port"], where["inference_port"], root, Path(where["log"]))
+        log = Path(where["log"])
+        yield Server(where["port"], where["inference_port"], root, log, where["pid"])
     finally:
         process.terminate()
         process.communicate(timeout=PATIENCE_S)

@@ -1,14 +1,17 @@
-"""A server with vLLM: trains a job, proves and serves its step, and outlives vLLM's crash."""
+"""A server with vLLM: trains a job, proves and serves its step, and outlives `kill -9` of any process."""
 
 import asyncio
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import httpx
@@ -18,6 +21,8 @@ import pytest_asyncio
 import torch
 from peft import PeftModel
 from tests.chat.conftest import build_tokenizer
+from tests.e2e.conftest import Finetune, Server, serving
+from tests.e2e.test_kill import AGENT, EXAMPLES, GENERATIONS, check, prepared
 from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 from transformers import AutoModelForCausalLM
@@ -35,6 +40,21 @@ ENGINE_ARGS: dict[str, Any] = {"enforce_eager": True}
 ENGINE_ARGS |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}
 MOST = 0.3 if ON_GPU else 1e-3
 """How far a log-probability may lie from that of a float32 forward pass."""
+EPOCHS = 3
+HELD = """
+from pathlib import Path
+
+answer = run
+
+
+async def run(input, llm):
+    output = await answer(input, llm)
+    while input == "word 3" and Path("hold").exists():
+        output = await answer(input, llm)
+    return output
+"""
+"""Appended to the agent: the rollouts of one example go on calling the model. `hold` is a link to a
+checkpoint, so it exists once that step is trained."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +64,99 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     penalty = {"repetition_penalty": 1.3, "top_k": 5, "temperature": 0.3}
     (directory / "generation_config.json").write_text(json.dumps(penalty))
     return directory
+
+
+async def until(condition: Callable[[], Any], finetune: Finetune, process: Popen[str]) -> None:
+    """Wait for a condition while `hone finetune` runs."""
+    while not condition():
+        if process.poll() is not None:
+            finetune.finish(process)
+            pytest.fail(f"hone finetune ended: {finetune.outputs[-1]}")
+        await asyncio.sleep(0.02)
+
+
+def rolled_out(finetune: Finetune, epoch: int) -> int:
+    """The number of rollouts of an epoch that have ended."""
+    return len(finetune.lines(f"trajectories/epoch_{epoch:03d}.jsonl"))
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def engine_core(server: Server) -> psutil.Process:
+    """vLLM's engine process."""
+    processes = psutil.Process(server.pid).children(recursive=True)
+    return next(one for one in processes if "EngineCore" in " ".join(one.cmdline()))
+
+
+@pytest.mark.timeout(1800)
+async def test_killed_with_the_engine_in_the_middle_of_rollouts_the_rerun_finishes(
+    environment: dict[str, str], model_dir: Path, tmp_path: Path
+) -> None:
+    """Before the tests that share `backend`: a second vLLM would slow this one down."""
+    environment = environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    serve = (tmp_path / "root", environment, "--engine", "vllm", "--engine-python", PYTHON)
+    checkpoints = tmp_path / "root" / "trainer_project" / "models" / "killed" / "checkpoints"
+    hold, others = tmp_path / "hold", (EXAMPLES - 1) * GENERATIONS
+
+    hold.symlink_to(checkpoints / "0001")
+    with serving(*serve, "--port", port) as server, ExitStack() as stack:
+        finetune = prepared(tmp_path, server, environment, "killed")
+        (tmp_path / "agent.py").write_text(AGENT + HELD)
+        for key, value in {
+            "finetuning.num_epochs": str(EPOCHS),
+            "eval.general.max_concurrency": str(EXAMPLES * GENERATIONS),
+            "trainer_adapters.server.backend.base_model": str(model_dir),
+            "trainer_adapters.server.backend.engine_args": json.dumps(ENGINE_ARGS),
+        }.items():
+            finetune.arguments += ["-o", key, value]
+        process = finetune.start()
+        stack.callback(process.kill)
+        await until(lambda: rolled_out(finetune, 1) == others, finetune, process)
+        both = [psutil.Process(server.pid), psutil.Process(process.pid)]
+        processes = [*both, *(child for one in both for child in one.children(recursive=True))]
+        stack.callback(lambda: [one.kill() for one in processes if is_running(one)])
+        assert engine_core(server) in processes
+        for one in both:
+            one.send_signal(signal.SIGKILL)
+        assert finetune.finish(process) == -signal.SIGKILL, finetune.outputs[-1]
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [one for one in processes if is_running(one)]:
+            assert time.monotonic() < deadline, left
+            await asyncio.sleep(0.02)
+    assert rolled_out(finetune, 1) == others
+    assert [event["epoch"] for event in finetune.events("job_done")] == [0]
+
+    hold.unlink()
+    hold.symlink_to(checkpoints / "0002")
+    with serving(*serve, "--port", port) as server, ExitStack() as stack:
+        process = finetune.start()
+        stack.callback(process.kill)
+        await until(lambda: rolled_out(finetune, 2) == others, finetune, process)
+        killed = engine_core(server)
+        killed.send_signal(signal.SIGKILL)
+        hold.unlink()
+        await until(lambda: len(finetune.events("job_done")) == EPOCHS, finetune, process)
+        assert finetune.finish(process) == 0, finetune.outputs[-1]
+        check(finetune, server, "killed")
+        assert {rolled_out(finetune, i) for i in range(EPOCHS)} == {EXAMPLES * GENERATIONS}
+        done = [(event["epoch"], event["step"]) for event in finetune.events("job_done")]
+        assert done == [(epoch, epoch + 1) for epoch in range(EPOCHS)]
+        jobs = server.jobs("trainer_project/killed")
+        assert [job["state"] for job in jobs] == ["done"] * EPOCHS
+        report = json.loads((finetune.output / "report.json").read_text())
+        assert (report["status"], report["epochs"]) == ("completed", EPOCHS)
+        assert not is_running(killed) and is_running(engine_core(server))
+        body = {"model": "killed", "prompt": [5, 6, 7], "max_tokens": 1}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        answer = httpx.post(url, json=body, timeout=PATIENCE_S).raise_for_status().json()
+        assert answer["policy_step"] == EPOCHS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
