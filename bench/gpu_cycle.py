@@ -23,10 +23,20 @@ from statistics import median
 from typing import Any
 
 import httpx
+import psutil
 
 import hone
-from bench.gpu_serve import engine_args, hone_server, make_parser, prompts, random_model, say
+from bench.gpu_serve import (
+    Server,
+    engine_args,
+    hone_server,
+    make_parser,
+    prompts,
+    random_model,
+    say,
+)
 from hone.backends.remote import RemoteBackend
+from hone.inference.vllm_process import WORKER
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo
@@ -41,6 +51,8 @@ PROBES = 8
 """Most of them that wait at a time: serving may be paused."""
 KL_LEARNING_RATE = 2e-3
 """So that one step changes the answers by more than bfloat16 rounds."""
+ROLES = {WORKER: "vllm", "hone.learner.child": "learner"}
+"""Parts of command lines, and the role of such a process and its children."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,12 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.scratch.mkdir(parents=True, exist_ok=True)
     model = options.model or random_model(options)
-    with hone_server(options) as url:
-        asyncio.run(_measure(url, str(model), options))
+    with hone_server(options) as server:
+        asyncio.run(_measure(server, str(model), options))
 
 
-async def _measure(url: str, base_model: str, options: argparse.Namespace) -> None:
-    async with RemoteBackend(url) as backend, httpx.AsyncClient(timeout=None) as http:
+async def _measure(server: Server, base_model: str, options: argparse.Namespace) -> None:
+    pid = server.process and server.process.pid
+    async with RemoteBackend(server.url) as backend, httpx.AsyncClient(timeout=None) as http:
         policy = TrainableModel[Any](
             name="cycle",
             project="bench",
@@ -73,8 +86,8 @@ async def _measure(url: str, base_model: str, options: argparse.Namespace) -> No
         )
         began = time.perf_counter()
         await policy.register(backend)
-        say("engine started", seconds=time.perf_counter() - began, memory_mb=_gpu_memory_mb())
-        bench = _Bench(url, backend, http, policy, options)
+        say("engine started", seconds=time.perf_counter() - began, memory_mb=gpu_memory_mb(pid))
+        bench = _Bench(server.url, pid, backend, http, policy, options)
         for name in options.only:
             await getattr(bench, name)()
         say("health", **await backend.health())
@@ -84,12 +97,13 @@ class _Bench:
     def __init__(
         self,
         url: str,
+        pid: int | None,
         backend: RemoteBackend,
         http: httpx.AsyncClient,
         policy: TrainableModel[Any],
         options: argparse.Namespace,
     ) -> None:
-        self._url, self._backend, self._http = url, backend, http
+        self._url, self._pid, self._backend, self._http = url, pid, backend, http
         self._policy, self._options = policy, options
 
     async def step(self) -> None:
@@ -143,27 +157,19 @@ class _Bench:
     async def cycles(self) -> None:
         """Many small jobs: memory must stay flat, and every step must be proved."""
         verdicts: dict[str, int] = {}
-        memory: list[dict[int, int]] = []
+        memory: list[dict[str, int]] = []
         began = time.perf_counter()
         for cycle in range(self._options.cycles):
             events: dict[str, float] = {}
             job, _ = await self._train(await self._groups(1, 4, cycle), events, verdicts)
-            memory.append(_gpu_memory_mb())
+            memory.append(gpu_memory_mb(self._pid))
             assert job.state == "done", job
         say(
             "cycles",
             cycles=self._options.cycles,
             seconds=time.perf_counter() - began,
             verdicts=verdicts,
-            memory_mb={
-                process: {
-                    "second": size,
-                    "last": memory[-1][process],
-                    "most": max(sizes.get(process, 0) for sizes in memory[1:]),
-                }
-                for process, size in memory[min(1, len(memory) - 1)].items()
-                if process in memory[-1]
-            },
+            memory_mb=over_cycles(memory),
         )
 
     async def kl(self) -> None:
@@ -324,19 +330,50 @@ def longest_gap(gaps: Sequence[tuple[float, float]], start: float, end: float) -
     return max((b - a for a, b in gaps if b >= start and a <= end), default=None)
 
 
-def _gpu_memory_mb() -> dict[int, int]:
-    """Memory of the GPU by process id; empty without one.
+def gpu_memory_mb(server: int | None) -> dict[str, int]:
+    """Memory of the GPU by role, of the processes of a server; by process id for all others.
 
-    Without the processes whose memory nvidia-smi does not know, as in some containers: it prints
-    `[N/A]` then.
+    Empty without a GPU. Without the processes whose memory nvidia-smi does not know, as in some
+    containers: it prints `[N/A]` then.
     """
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     fields = ([field.strip() for field in line.split(",")] for line in lines)
-    known = (row for row in fields if len(row) == 2 and all(map(str.isdigit, row)))
-    return {int(pid): int(size) for pid, size in known}
+    known = [row for row in fields if len(row) == 2 and all(map(str.isdigit, row))]
+    roles = {} if server is None else _roles(psutil.Process(server), "other")
+    memory: dict[str, int] = {}
+    for pid, size in known:
+        role = roles.get(int(pid), pid)
+        memory[role] = memory.get(role, 0) + int(size)
+    return memory
+
+
+def _roles(process: psutil.Process, inherited: str) -> dict[int, str]:
+    """Roles of a process and its descendants by process id; empty if it has ended."""
+    try:
+        command, children = " ".join(process.cmdline()), process.children()
+    except psutil.NoSuchProcess:
+        return {}
+    own = next((role for part, role in ROLES.items() if part in command), inherited)
+    roles = {process.pid: own}
+    for child in children:
+        roles |= _roles(child, own)
+    return roles
+
+
+def over_cycles(memory: Sequence[dict[str, int]]) -> dict[str, dict[str, int]]:
+    """For each role: the memory after the second job and after the last, and the most since the second."""
+    later = memory[1:] or memory
+    return {
+        role: {
+            "second": later[0].get(role, 0),
+            "last": later[-1].get(role, 0),
+            "most": max(sizes.get(role, 0) for sizes in later),
+        }
+        for role in dict.fromkeys(role for sizes in later for role in sizes)
+    }
 
 
 if __name__ == "__main__":

@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.scratch.mkdir(parents=True, exist_ok=True)
     model = options.model or random_model(options)
     with _vllm(options, model) as plain, hone_server(options) as ours:
-        adapter = asyncio.run(_train_one_step(ours, model, options))
+        adapter = asyncio.run(_train_one_step(ours.url, model, options))
         if plain.process:
             _wait(plain)
         _load_adapter(plain.url, adapter)
         servers = {
-            "hone serve": (ours + "/rollout/{rollout}/v1", "bench/policy"),
+            "hone serve": (ours.url + "/rollout/{rollout}/v1", "bench/policy"),
             "vllm serve": (plain.url + "/v1", "policy"),
         }
         for clients in options.clients:
@@ -170,10 +170,10 @@ def engine_args(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def hone_server(options: argparse.Namespace) -> Iterator[str]:
-    """A `hone serve` with vLLM, or that at `--url`; yields its address."""
+def hone_server(options: argparse.Namespace) -> Iterator["Server"]:
+    """A `hone serve` with vLLM, or that at `--url`."""
     if options.url:
-        yield options.url
+        yield Server(options.url)
         return
     port = _free_port()
     command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(options.scratch / "root")]
@@ -181,14 +181,14 @@ def hone_server(options: argparse.Namespace) -> Iterator[str]:
     command += ["--engine-python", options.engine_python]
     with _server(command, options.scratch / "hone.log", f"http://127.0.0.1:{port}") as server:
         _wait(server)
-        yield server.url
+        yield server
 
 
 @contextmanager
-def _vllm(options: argparse.Namespace, model: Path) -> Iterator["_Server"]:
+def _vllm(options: argparse.Namespace, model: Path) -> Iterator["Server"]:
     """A `vllm serve` that starts, or that at `--vllm-url`."""
     if options.vllm_url:
-        yield _Server(options.vllm_url)
+        yield Server(options.vllm_url)
         return
     port = _free_port()
     command = ["env", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1", options.engine_python]
@@ -212,25 +212,25 @@ def _load_adapter(url: str, directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Server:
-    """A process that serves, or will."""
+class Server:
+    """A server that runs, or is starting."""
 
     url: str
     log: Path = Path()
     process: subprocess.Popen[bytes] | None = None
-    """None if somebody else has started it."""
+    """None: this program has not started it."""
     began: float = field(default_factory=time.perf_counter)
 
 
 @contextmanager
-def _server(command: list[str], log: Path, url: str) -> Iterator[_Server]:
+def _server(command: list[str], log: Path, url: str) -> Iterator[Server]:
     """Start a server; it is ended with its children."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        yield _Server(url, log, process)
+        yield Server(url, log, process)
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -239,7 +239,7 @@ def _server(command: list[str], log: Path, url: str) -> Iterator[_Server]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait(server: _Server) -> None:
+def _wait(server: Server) -> None:
     """Until it answers /health."""
     import httpx
 

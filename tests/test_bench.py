@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,15 +190,62 @@ def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
     assert measured >= {"publish/held", "publish/locked", "publish/together", "publish/wall"}
 
 
-def test_processes_whose_gpu_memory_is_not_known_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+TREE = """
+import os, subprocess, sys
+
+CHILDREN = {
+    "server": ["hone_vllm_worker.py", "hone.learner.child", "body"],
+    "hone_vllm_worker.py": ["VLLM::EngineCore"],
+}
+name = sys.argv[1]
+os.write(1, f"{name} {os.getpid()}\\n".encode())  # at once: the others write there, too
+for child in CHILDREN.get(name, []):
+    subprocess.Popen([sys.executable, __file__, child])
+sys.stdin.read()
+"""
+"""A server, vLLM with its engine, a learner and a worker process."""
+
+
+@pytest.fixture
+def server_tree(tmp_path: Path) -> Iterator[dict[str, int]]:
+    """Process ids by name."""
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    command, pipe = [sys.executable, str(script), "server"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        lines = [server.stdout.readline().split() for _ in range(5)]
+        yield {name: int(pid) for name, pid in lines}
+
+
+def test_gpu_memory_is_that_of_roles_and_left_out_where_it_is_not_known(
+    server_tree: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    lines = ["12, 800", "13, [N/A]", "[N/A], 5", "[Insufficient Permissions]", "14, 20"]
+    sizes = dict(zip(server_tree, (1, 20, 300, 4000, 50_000), strict=True))
+    lines = [f"{server_tree[name]}, {size}" for name, size in sizes.items()]
+    stranger = os.getpid()
+    lines += [f"{stranger}, 7", "13, [N/A]", "[N/A], 5", "[Insufficient Permissions]"]
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert gpu_cycle._gpu_memory_mb() == {12: 800, 14: 20}
+    assert gpu_cycle.gpu_memory_mb(server_tree["server"]) == {
+        "other": sizes["server"] + sizes["body"],
+        "vllm": sizes["hone_vllm_worker.py"] + sizes["VLLM::EngineCore"],
+        "learner": sizes["hone.learner.child"],
+        str(stranger): 7,
+    }
+    by_pid = {str(pid): sizes[name] for name, pid in server_tree.items()}
+    assert gpu_cycle.gpu_memory_mb(None) == by_pid | {str(stranger): 7}
+
+
+def test_memory_of_cycles_is_counted_from_the_second_job_on():
+    memory = [{"vllm": 90}, {"vllm": 50}, {"vllm": 70, "learner": 8}, {"vllm": 60}]
+    assert gpu_cycle.over_cycles(memory) == {
+        "vllm": {"second": 50, "last": 60, "most": 70},
+        "learner": {"second": 0, "last": 0, "most": 8},
+    }
+    assert gpu_cycle.over_cycles(memory[:1]) == {"vllm": {"second": 90, "last": 90, "most": 90}}
 
 
 def test_the_longest_gap_of_a_phase_may_begin_before_it():
