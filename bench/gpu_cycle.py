@@ -27,6 +27,7 @@ import psutil
 
 import hone
 from bench.gpu_serve import (
+    STEP_PROMPT_WORDS,
     Server,
     engine_args,
     hone_server,
@@ -60,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=["step", "publish", "cycles"])
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--rollouts", type=int, default=8, help="of every group")
-    parser.add_argument("--prompt-words", type=int, default=420, help="about 512 tokens")
+    parser.add_argument(
+        "--prompt-words",
+        type=int,
+        default=STEP_PROMPT_WORDS,
+        help="by default 512 tokens with SmolLM2's tokenizer and chat template",
+    )
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument(
         "--repeats", type=int, default=4, help="of step and publish; the first warms up"

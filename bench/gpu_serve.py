@@ -31,6 +31,8 @@ from bench.gpu import SHAPES
 PROMPTS = 64
 """Different prompts; each is asked again and again, as the rollouts of a group are."""
 PROMPT_WORDS, ANSWER_TOKENS = 420, 128
+STEP_PROMPT_WORDS = 482
+"""Of gpu_cycle.py and peers/trl_step.py: 512 tokens with SmolLM2's tokenizer and chat template."""
 MAX_SEQ_LENGTH = 2048
 START_S = 600.0
 WARM_UP_S = 5.0

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import httpx2
 import pytest
 import torch
-from bench import gpu_cycle
+from bench import gpu_cycle, gpu_serve
 from bench.endpoint import endpoint
 from bench.gpu_cycle import longest_gap
 from bench.harness import overheads
@@ -25,6 +27,8 @@ from tests.patience import PATIENCE_S
 
 from hone.learner.learner import Learner
 from hone.models.decoder import Decoder
+from hone.models.files import load_tokenizer
+from hone.models.find import find
 from hone.models.lora import Lora
 from hone.types import TrainConfig
 
@@ -106,6 +110,18 @@ def test_prompts_have_their_length_and_share_no_beginning():
     assert len({p[0] for p in first}) == 8
     # the same town begins prompt i of every repeat; what follows differs before a cache's 16 tokens
     assert all(a[:16] != b[:16] for a, b in zip(first, other, strict=True))
+
+
+def test_the_prompts_of_a_step_on_a_gpu_have_512_tokens():
+    tokenizer = load_tokenizer(find("smollm2-135m-instruct"))
+    chats = [
+        [{"role": "user", "content": text}]
+        for text in gpu_serve.prompts(gpu_serve.STEP_PROMPT_WORDS)
+    ]
+    ids: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    assert (
+        median(map(len, ids)) == 512
+    )  # a few first words are two tokens without a space before them
 
 
 def test_a_group_shares_its_prompt_and_nothing_else():

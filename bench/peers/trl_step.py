@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.gpu import ALPHA, RANK
-from bench.gpu_serve import prompts, say
+from bench.gpu_serve import STEP_PROMPT_WORDS, prompts, say
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--prompt-words", type=int, default=420)
+    parser.add_argument("--prompt-words", type=int, default=STEP_PROMPT_WORDS)
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a forward pass")
     parser.add_argument("--repeats", type=int, default=3, help="the first warms up")
@@ -43,8 +43,11 @@ def _trainer(options: argparse.Namespace, out: str) -> Any:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    texts = prompts(options.prompt_words, options.groups * options.repeats)
-    chats = [[{"role": "user", "content": text}] for text in texts]
+    chats = [
+        [{"role": "user", "content": text}]
+        for repeat in range(options.repeats)
+        for text in prompts(options.prompt_words, options.groups, seed=repeat)
+    ]
     return GRPOTrainer(
         model=options.model,
         reward_funcs=_alternate,
@@ -57,6 +60,7 @@ def _trainer(options: argparse.Namespace, out: str) -> Any:
             num_generations=options.rollouts,
             max_completion_length=options.answer_tokens,
             max_steps=options.repeats,
+            shuffle_dataset=False,
             learning_rate=1e-4,
             beta=0.0,
             gradient_checkpointing=False,
