@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import torch
-from bench import gpu_cycle, gpu_serve
+from bench import curves, gpu_cycle, gpu_serve
 from bench.endpoint import endpoint
 from bench.gpu_cycle import longest_gap
 from bench.harness import overheads
@@ -269,3 +270,24 @@ def test_the_longest_gap_of_a_phase_may_begin_before_it():
     assert longest_gap(gaps, 0.9, 1.1) == 1.0
     assert longest_gap(gaps, 1.05, 2.0) == pytest.approx(0.2)
     assert longest_gap(gaps, 6.0, 7.0) is None
+
+
+def test_the_curves_of_the_newest_runs_are_drawn(tmp_path: Path):
+    def runs(*rewards: list[float]) -> dict[str, Any]:
+        lines = [
+            {"what": curves.WHAT, "example": "02", "seed": 9 - seed, "rewards": values}
+            | {"before": values[0], "after": values[-1]}
+            for seed, values in enumerate(rewards)
+        ]
+        return {"measured": [{"what": "GRPO step"}, *lines]}
+
+    records = tmp_path / "gpu.json"
+    both = [runs([0.0, 0.1]), runs([0.25, 0.5], [0.75, 1.0]), {"measured": []}]
+    records.write_text(json.dumps({"runs": both}))
+    found = curves.recorded(records)
+    assert [run["seed"] for run in found["02"]] == [8, 9]
+    training, held_out = curves.picture("02", found["02"]).axes
+    lines = [np.asarray(line.get_ydata()).tolist() for line in training.lines]
+    assert lines == [[0.75, 1.0], [0.25, 0.5], [0.5, 0.75]]  # each, and their mean
+    assert np.asarray(held_out.lines[-1].get_ydata()).tolist() == [0.5, 0.75]
+    assert [text.get_text() for text in held_out.texts] == ["0.50", "0.75"]
