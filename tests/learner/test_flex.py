@@ -1,12 +1,13 @@
 """Block masks of a row against the dense mask; one compiled layer for ragged rows."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.learner.families import write_factors
-from tests.learner.test_families import samples
+from tests.learner.families import FAMILIES, write_factors
+from tests.learner.test_families import random_lora, samples
 from tests.learner.test_forward import random_samples
 from torch import Tensor
 from transformers import Qwen2Config
@@ -14,8 +15,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from hone.learner import flex
 from hone.learner.samples import LabelledCall, Sample
+from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import pack
+from hone.models import fit
 from hone.models.fit import padded_length
+from hone.models.lora import Lora
 from hone.models.lora_linear import LayerFactors, LoraLinear, LoraLinears
 
 
@@ -60,36 +64,63 @@ def test_no_visible_pair_lies_outside_the_blocks(seed, window, monkeypatch):
     assert torch.equal(mask.mask_mod(zero, zero, query, key), expected)
 
 
-def test_ragged_rows_compile_once():
-    """FlexAttention of fifty rows of one padded length is one graph, with and without a window."""
-    from torch._dynamo.testing import CompileCounter
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_fifty_ragged_jobs_compile_nothing(monkeypatch):
+    """After one row of each padded length, with and without an adapter. Both layers share the code.
 
-    flex.configure_compiler()
+    torch has no gradients of FlexAttention on a CPU, so layers are traced with gradients and run without.
+    """
+    torch_flex = import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    monkeypatch.setattr(fit, "SHORTEST_ROW", 64)
     torch._dynamo.reset()
-    counter = CompileCounter()
-    module = torch.nn.Module()
+    graphs: list[Any] = []
+    computes = True
 
-    def layer(q: Tensor, masks: Any) -> Tensor:
-        return flex.attention(module, q, q, q, None, block_masks=masks, scaling=0.5)[0]
+    def backend(graph: Any, _: Any) -> Any:
+        results: list[Tensor] = []
 
-    compiled = torch.compile(layer, backend=counter, dynamic=False)
-    rng = np.random.default_rng(0)
-    for window in (flex.FULL, 5):
-        module.trie_window = window  # pyright: ignore[reportArgumentType]
-        for seed in range(25):
-            (row,) = pack(samples(seed), row_tokens=10**6, fill=True).rows
-            ends = torch.arange(len(row) + 1, 257)
-            leave = torch.cat((row.leave, ends))
-            depth = torch.nn.functional.pad(row.positions, (0, 256 - len(row)))
-            q = torch.from_numpy(rng.normal(size=(1, 2, 256, 8)))
-            masks = {window: flex.block_mask(leave, depth, window or None)}
-            with torch.no_grad():
-                actual = compiled(q, masks)[0].transpose(0, 1)
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                q, q, q, attn_mask=dense(leave, depth, window or None), scale=0.5
-            )[0]
-            torch.testing.assert_close(actual, expected)
-    assert counter.frame_count == 2
+        @torch.no_grad()
+        def run(*args: Any) -> list[Tensor]:
+            if computes or not results:  # without a compiler, this takes long
+                results[:] = graph(*args)
+            return [result.detach().requires_grad_() for result in results]
+
+        graphs.append(graph)
+        return run
+
+    family = next(family for family in FAMILIES if family.name == "Mistral")
+    one, other = (family.model() for _ in range(2))
+    raw, options = one.config.to_dict(), {"backend": backend}
+    compiled = TransformersBody(one, raw=raw, attention=FLEX, compile_options=options)
+    plain = TransformersBody(other, raw=raw)
+    adapters = [random_lora(compiled, torch.float32) for _ in range(2)]
+    rows: set[tuple[int, int]] = set()  # lengths before and after padding
+
+    def run_job(job: int, lora: Lora | None) -> None:
+        (row,) = pack(samples(job)[: 3 + job % 2 * 3], row_tokens=10**6, fill=True).rows
+        padded = compiled.arranged(row)
+        rows.add((len(row), len(padded)))
+        with torch.set_grad_enabled(job % 3 > 0):  # scoring runs the code of training
+            actual = compiled.hidden(padded, lora)[padded.query_node]
+            if computes:
+                expected = plain.hidden(row, lora)[row.query_node]
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+    for job in range(2):
+        run_job(job, adapters[0])
+        run_job(job, None)
+    assert len(graphs) == 4
+    for job in range(2, 52):
+        computes = job % 10 < 2
+        lora = adapters[job % 4 // 2] if job % 5 else None
+        with torch.no_grad():
+            for _, leaf in () if lora is None else lora.parameters():
+                leaf.add_(0.01 * torch.randn(leaf.shape))
+        run_job(job, lora)
+    assert len(graphs) == 4
+    assert len(rows) >= 20 and {length for _, length in rows} == {64, 128}
     torch._dynamo.reset()
 
 
