@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.learner.families import FAMILIES
-from tests.learner.test_families import gradients, random_lora, samples
+from tests.learner.families import FAMILIES, Family
+from tests.learner.test_families import (
+    families,
+    gradients,
+    label_weights,
+    random_lora,
+    samples,
+)
 
 from hone.learner.forward import row_logprobs
 from hone.learner.learner import Learner
@@ -68,17 +74,19 @@ def test_a_step_on_cuda_equals_one_on_the_cpu(tiny_llama_dir: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Qwen2.5", "Gemma 3", "Mistral", "Granite", "Phi-4", "gpt-oss"])
-def test_flex_attention_equals_the_segments_of_the_cpu(name: str):
+@families
+def test_flex_attention_equals_the_segments_of_the_cpu(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+):
     """Gradients of a compiled body on CUDA, in float32, against the one on the CPU."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions
     torch._dynamo.reset()
-    family = next(family for family in FAMILIES if family.name == name)
-    batch = pack(samples(3), row_tokens=200, fill=True)
-    weight = torch.randn(len(batch.labels), generator=torch.Generator().manual_seed(5))
     results = {}
     for device in ("cpu", "cuda"):
         model = family.model().to(device)
         body = TransformersBody(model, raw=model.config.to_dict())
+        batch = pack(samples(3), row_tokens=200, fill=True, shared=not body.unshared)
+        weight = label_weights(len(batch.labels), torch.float32)
         lora = random_lora(body, torch.float32)
         values = torch.empty(len(batch.labels))
         for row in batch.rows:
