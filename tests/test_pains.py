@@ -121,7 +121,9 @@ def test_an_adapter_begins_beside_every_linear_layer(tiny_llama_dir: Path):
 
 
 MAY_SLEEP = {
-    "backends/http.py": 1,  # between two attempts to reach a server, up to its patience
+    # Between two attempts to reach a server, up to its patience; and, while a request waits for an
+    # engine, between two looks at what it does to start, which are only shown.
+    "backends/http.py": 2,
     "inference/embedded.py": 1,  # a publish steps aside for running samples; it waits for nothing
     "inference/vllm.py": 1,  # vLLM's workers tell nothing by themselves: asked up to a deadline
     "retries.py": 2,  # hone.retry: between two attempts of the user's own function
