@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from bench.process import ROOT
+from bench.seeds import finetune_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,11 +70,7 @@ def _run(options: argparse.Namespace, seed: int) -> bool:
             (f"{backend}.name", f"{options.example}-{seed}"),
             *options.overrides,
         ]
-        command = [sys.executable, "-m", "hone.cli", "finetune", "--validation_interval", "100"]
-        command += ["--config_file", str(example / "config.yml")]
-        command += ["--validation_dataset", str(example / "data" / "heldout.jsonl")]
-        command += ["--validation_config_file", str(example / "heldout.yml")]
-        command += [str(part) for key, value in settings for part in ("-o", key, value)]
+        command = finetune_command(example, settings)
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode:
             print(f"seed {seed}: {run.stdout[-2000:]}\n{run.stderr[-2000:]}", file=sys.stderr)

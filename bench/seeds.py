@@ -110,20 +110,25 @@ def _run(seed: int, overrides: list[list[str]], cores: list[int]) -> dict[str, A
             ["trainer_adapters.server.backend.root", f"{scratch}/server"],
             *overrides,
         ]
-        files = {
-            "--config_file": "config.yml",
-            "--validation_dataset": "data/heldout.jsonl",
-            "--validation_config_file": "heldout.yml",
-        }
-        command = ["taskset", "--cpu-list", ",".join(map(str, cores)), sys.executable]
-        command += ["-m", "hone.cli", "finetune", "--validation_interval", "100"]
-        command += [part for flag, name in files.items() for part in (flag, str(EXAMPLE / name))]
-        command += [part for key, value in settings for part in ("-o", key, value)]
+        command = ["taskset", "--cpu-list", ",".join(map(str, cores))]
+        command += finetune_command(EXAMPLE, settings)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"seed {seed}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}", file=sys.stderr)
             return None
         return json.loads((Path(scratch) / "report.json").read_text(encoding="utf-8"))
+
+
+def finetune_command(example: Path, settings: Sequence[Sequence[object]]) -> list[str]:
+    """`hone finetune` as the README of an example starts it, with these settings."""
+    files = {
+        "--config_file": "config.yml",
+        "--validation_dataset": "data/heldout.jsonl",
+        "--validation_config_file": "heldout.yml",
+    }
+    command = [sys.executable, "-m", "hone.cli", "finetune", "--validation_interval", "100"]
+    command += [part for flag, name in files.items() for part in (flag, str(example / name))]
+    return command + [str(part) for key, value in settings for part in ("-o", key, value)]
 
 
 if __name__ == "__main__":
