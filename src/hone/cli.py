@@ -24,7 +24,7 @@ import hone
 from hone.commands import ConfigFile, Override, harness
 from hone.errors import HoneError
 from hone.exchange_commands import exchange
-from hone.finetune.interrupt import INTERRUPTED, leave
+from hone.interrupt import INTERRUPTED, leave
 from hone.models import gguf
 from hone.server.settings import read_settings, settings_options
 from hone.terminal import (

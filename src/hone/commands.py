@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from hone.errors import ConfigError
-from hone.finetune.interrupt import INTERRUPTED, leave
+from hone.interrupt import INTERRUPTED, leave
 from hone.terminal import Command, LogLevel, pairs, parse_seconds, print_table
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from hone.config.build import build
 from hone.config.schema import read
 from hone.errors import BadRequest, ConfigError, Forbidden, Unauthorized
 from hone.evaluation.steps import all_steps
-from hone.finetune.interrupt import INTERRUPTED, Interrupts
+from hone.interrupt import INTERRUPTED, Interrupts
 from hone.wire.access import (
     KEY_FORM,
     Names,

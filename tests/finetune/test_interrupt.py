@@ -1,4 +1,4 @@
-"""finetune/interrupt.py: one Ctrl-C ends a run in order, two leave at once, and asyncio says nothing."""
+"""interrupt.py: one Ctrl-C ends a run in order, two leave at once, and asyncio says nothing."""
 
 import asyncio
 import logging
@@ -18,8 +18,8 @@ from filelock import FileLock
 from tests.finetune.command import DOCUMENT, Command
 from tests.patience import PATIENCE_S
 
-from hone.finetune import interrupt
-from hone.finetune.interrupt import INTERRUPTED, Interrupts
+from hone import interrupt
+from hone.interrupt import INTERRUPTED, Interrupts
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -105,7 +105,7 @@ def test_a_program_that_listens_itself_keeps_listening():
 
 STUBBORN = """
 import asyncio, threading, time
-from hone.finetune.interrupt import Interrupts
+from hone.interrupt import Interrupts
 
 async def run(interrupts):
     interrupts.cancel_on_interrupt()

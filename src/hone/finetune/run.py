@@ -33,11 +33,11 @@ from hone.event_log import FILE, EventLog
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
-from hone.finetune.interrupt import INTERRUPTED, Interrupts
 from hone.finetune.journal import Journal
 from hone.finetune.plan import dry_run
 from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
+from hone.interrupt import INTERRUPTED, Interrupts
 from hone.report.display import Display
 from hone.report.text import counted
 from hone.sinks.loggers import Loggers
