@@ -94,7 +94,7 @@ def recorded(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The newest recorded runs of every example, by seed."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
-        lines = [line for line in run["measured"] if line["what"] == WHAT]
+        lines = [line for line in run["measured"] if line.get("what") == WHAT]
         for example in {line["example"] for line in lines}:
             runs = [line for line in lines if line["example"] == example]
             found[example] = sorted(runs, key=lambda line: line["seed"])
@@ -105,6 +105,7 @@ def picture(example: str, runs: Sequence[dict[str, Any]]) -> "Figure":
     """Training reward by epoch, a line per seed and their mean; held-out reward before and after."""
     from matplotlib import style
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     from hone.report.plots import COOL, FAINT, INK, SOFT, WARM
 
@@ -119,15 +120,15 @@ def picture(example: str, runs: Sequence[dict[str, Any]]) -> "Figure":
         training.plot(range(len(means)), means, color=COOL, linewidth=2.4)
         ends = [fmean(run[when] for run in runs) for when in ("before", "after")]
         held_out.plot((0, 1), ends, color=WARM, linewidth=2.4, marker="o")
-        for place, value in enumerate(ends):
-            held_out.annotate(
-                f"{value:.2f}", (place, value), (0, 9), textcoords="offset points", ha="center"
-            )
+        for place, offset, align in ((0, -9, "right"), (1, 9, "left")):
+            text, at = f"{ends[place]:.2f}", (place, ends[place])
+            held_out.annotate(text, at, (offset, -4), textcoords="offset points", ha=align)
         training.set_title(f"training reward, {len(runs)} seeds and their mean", color=INK)
         training.set_xlabel("epochs trained", color=SOFT)
+        training.xaxis.set_major_locator(MaxNLocator(integer=True))
         held_out.set_title("held-out reward", color=INK)
         held_out.set_xticks((0, 1), ("before", "after"))
-        held_out.set_xlim(-0.4, 1.4)
+        held_out.set_xlim(-0.7, 1.7)
         for axis in (training, held_out):
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(colors=SOFT)

@@ -291,3 +291,9 @@ def test_the_curves_of_the_newest_runs_are_drawn(tmp_path: Path):
     assert lines == [[0.75, 1.0], [0.25, 0.5], [0.5, 0.75]]  # each, and their mean
     assert np.asarray(held_out.lines[-1].get_ydata()).tolist() == [0.5, 0.75]
     assert [text.get_text() for text in held_out.texts] == ["0.50", "0.75"]
+
+
+def test_gpu_json_has_the_curves_of_both_examples():
+    found = curves.recorded(curves.RECORDS)
+    seeds = {example: [run["seed"] for run in runs] for example, runs in found.items()}
+    assert seeds == {"02_tool_calls": list(range(6)), "03_tic_tac_toe": list(range(6))}
