@@ -52,8 +52,8 @@ def _learner(settings: dict[str, Any]) -> Answer:
     import torch
 
     from bench.peers.packing import packed_step
+    from hone.learner.body import DecoderBody, load_body
     from hone.learner.learner import Learner
-    from hone.models.decoder import Decoder
     from hone.models.lora import Lora
     from hone.trajectory import TrajectoryGroup
     from hone.types import TrainConfig
@@ -61,11 +61,11 @@ def _learner(settings: dict[str, Any]) -> Answer:
     # As in the learner's own process.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = Decoder.load(Path(settings["model"]))
-    lora = Lora.load(Path(settings["adapter"]), decoder.config)
-    learner = Learner(decoder, lora, base_model="bench")
+    body = load_body(Path(settings["model"]), device="cpu", dtype=torch.float32)
+    lora = Lora.load(Path(settings["adapter"]), body.layout)
+    learner = Learner(body, lora, base_model="bench")
     # Memory-mapped weights are resident once they were read.
-    for weight in _weights(decoder):
+    for weight in _weights(body.decoder) if isinstance(body, DecoderBody) else ():
         weight.sum()
     loaded = resident_bytes()
 

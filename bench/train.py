@@ -1,8 +1,8 @@
 """Learning: logical tokens a second of one optimizer step, beside PEFT, TRL, and plain packing.
 
 In:   Setting
-Out:  one Result per peer, one for a step in which nothing can be shared; for long prompts one each
-      of speed and of peak memory per peer
+Out:  one Result per peer, one for hone's two bodies, one for a step in which nothing can be shared;
+      for long prompts one each of speed and of peak memory per peer
 
 A logical token is one that an unshared computation would compute: every completion counts with its
 whole prompt. A step is forward, backward, clipping and AdamW; hone's time holds packing as well.
@@ -17,6 +17,7 @@ from bench.process import Contender, ContenderFailed
 from bench.report import Result, result
 from bench.setting import Setting
 from bench.workloads import TrainShape, groups, sequences
+from hone.models.shape import BODY
 
 DEADLINE_S = 900.0
 MIB = 2**20
@@ -37,6 +38,7 @@ def run(setting: Setting) -> Iterator[Result]:
     with ExitStack() as stack:
         ours = stack.enter_context(start_ours(setting))
         yield from _beside_peers(setting, ours, shared)
+        yield from _bodies(setting, ours, shared)
         yield from _nothing_shared(setting, ours, alone)
         yield from _long(setting, ours, TrainShape(groups=1, group_size=8, **long), shared)
 
@@ -135,6 +137,26 @@ def _rounds(
     return runs
 
 
+def _bodies(setting: Setting, ours: Contender, shape: TrainShape) -> Iterator[Result]:
+    """hone's own decoder and the transformers model, as the learner's body."""
+    speeds: dict[str, list[float]] = {"decoder": [], "transformers": []}
+    with start_ours(setting, env={BODY: "transformers"}) as other:
+        for number in range(-1, setting.repeats):
+            made = groups(setting.encode, shape, seed=number)
+            for body, contender in (("decoder", ours), ("transformers", other)):
+                speed = _tokens_per_s(ask_ours(contender, "train", made), shape)
+                setting.say(f"train: body, round {number}, {body}: {speed:.0f} tokens/s")
+                if number >= 0:
+                    speeds[body].append(speed)
+    yield result(
+        "train/body",
+        speeds["decoder"],
+        "tokens/s",
+        peer="hone, the transformers model as its body",
+        peer_runs=speeds["transformers"],
+    )
+
+
 def _nothing_shared(setting: Setting, ours: Contender, shape: TrainShape) -> Iterator[Result]:
     speeds: dict[str, list[float]] = {"train": [], "packed": []}
     for number in range(-1, setting.repeats):
@@ -161,9 +183,9 @@ def _tokens_per_s(answer: dict[str, Any], shape: TrainShape) -> float:
     return answer["tokens"] / answer["seconds"]
 
 
-def start_ours(setting: Setting) -> Contender:
+def start_ours(setting: Setting, env: dict[str, str] | None = None) -> Contender:
     settings = {"kind": "learner", "model": str(setting.model), "adapter": str(setting.adapter)}
-    return Contender.start("bench.ours", settings, name="hone")
+    return Contender.start("bench.ours", settings, name="hone", env=env)
 
 
 def start_peft(setting: Setting, shape: TrainShape, **changes: Any) -> Contender:
