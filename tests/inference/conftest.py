@@ -9,6 +9,7 @@ class EngineArgs:
     model: str = ""
     max_num_seqs: int = 1
     gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
     max_lora_rank: int = 16
     enable_sleep_mode: bool = False

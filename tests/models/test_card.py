@@ -99,6 +99,27 @@ def test_a_server_that_goes_on_serving_has_a_standing_split():
     assert plan_card(141 * GB, needs("3B"), sleep=True).sleeps
 
 
+def test_the_users_kv_cache_is_that_of_the_plan():
+    # 78.4 - 19.2 - 43.7 leave 15.4 beside the learner: 8 stay beside it, and the learner gets the rest.
+    plan = plan_card(80 * GB, needs("7B"), kv=8 * GB)
+    assert not plan.sleeps and plan.kv == 8 * GB
+    assert plan.learner / GB == pytest.approx(78.4 - 19.2 - 8, abs=0.06)
+    assert plan.utilization == pytest.approx((15.2 + 4 + 8) / 80, abs=0.001)
+    # 20 do not: vLLM sleeps, and the learner's 16.8 stay while it samples. With 50 they go.
+    for kv, idle in ((20, 16.8), (50, 1.0)):
+        plan = plan_card(80 * GB, needs("7B"), kv=kv * GB)
+        assert plan.sleeps and plan.kv == kv * GB
+        assert plan.learner_idle / GB == pytest.approx(idle, abs=0.06)
+    explicit = plan_card(80 * GB, needs("7B"), kv=2 * GB, utilization=0.5)
+    assert explicit.sleeps and explicit.kv == 2 * GB
+    with pytest.raises(ModelTooLarge) as refused:
+        plan_card(80 * GB, needs("7B"), kv=62 * GB)
+    assert str(refused.value).startswith(
+        "CUDA out of memory: vLLM with a KV cache of 62.0 GB needs 81.2 GB.\n"
+        "What would fit on a GPU of 80.0 GB: leave kv_cache_memory_bytes out; "
+    )
+
+
 def test_the_plan_in_one_line():
     assert plan_card(64 * GB, needs("7B")).describe() == (
         "64.0 GB of GPU memory; sampling: vLLM 0.72 (weights 15.2, KV cache 26.7, other 4.0), learner "

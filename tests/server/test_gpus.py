@@ -154,6 +154,13 @@ def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
     options, _, _ = started(server, tiny_model, tmp_path, **args)
     assert options["--dtype"] == "bfloat16"  # the learner's, not what vLLM would choose
     assert options["--gpu-memory-utilization"] == "0.9" and "--enable-sleep-mode" in options
+
+    options, _, _ = started(server, tiny_model, tmp_path, kv_cache_memory_bytes=8 * GB)
+    assert options["--kv-cache-memory-bytes"] == str(8 * GB)
+    assert float(options["--gpu-memory-utilization"] or 0) == pytest.approx(0.5, abs=0.01)
+    assert caplog.text.count("KV cache 8.0") == 1
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: '8G'; expected a whole number"):
+        started(server, tiny_model, tmp_path, kv_cache_memory_bytes="8G")
     server.store.close()
 
 
@@ -236,6 +243,10 @@ def test_a_vllm_without_enough_memory_says_what_would_fit(
     monkeypatch.setenv("HONE_TEST_ERROR", "\nValueError: another mistake")
     _, _, why = started(server, tiny_model, tmp_path)
     assert "out of memory" not in why
+    disturbed = "AssertionError: Error in memory profiling. Initial free memory 134.02 GiB, current"
+    monkeypatch.setenv("HONE_TEST_ERROR", f"\n{disturbed}")
+    _, _, why = started(server, tiny_model, tmp_path)
+    assert why.startswith("Another process returned GPU memory") and disturbed in why
     server.store.close()
 
 

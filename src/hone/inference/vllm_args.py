@@ -38,7 +38,7 @@ SAME_MODEL: dict[str, tuple[Any, ...]] = {
 }
 """Arguments with which vLLM would serve another model than the learner trains, and the values with
 which it does not."""
-_COUNTS = (*SIZES, "max_model_len", "max_loras", "max_cpu_loras")
+_COUNTS = (*SIZES, "max_model_len", "max_loras", "max_cpu_loras", "kv_cache_memory_bytes")
 _CODE = "it can load code, which a client of the server must not; leave it out"
 _SAMPLING = "it would change the log-probabilities that jobs are trained with; leave it out"
 _PUBLISH = "hone loads the adapters; leave it out"

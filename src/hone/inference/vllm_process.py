@@ -49,6 +49,12 @@ NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 """Pattern of vLLM's exceptions if the GPU's memory, or its share of it, is too small."""
+DISTURBED = "Error in memory profiling"
+"""In vLLM's exception if another process returned memory of the GPU while vLLM measured its own."""
+UNDISTURBED = (
+    "Another process returned GPU memory while vLLM measured how much it needs. Start again while "
+    "nothing else uses the GPU, or set engine_args.kv_cache_memory_bytes: vLLM does not measure then."
+)
 LOOK_S = 2.0
 """Maximum time between two checks of a server that is starting."""
 READY = "Application startup complete"
@@ -222,9 +228,12 @@ class VllmProcess:
             return EngineFailed(f"{ending} {self.log_end()}")
 
     def with_advice(self, message: str) -> str:
-        """Add what to do if the message, or an exception in the log, is about too little memory."""
-        short = any(map(NO_MEMORY.search, (message, *self._causes)))
-        return f"CUDA out of memory. {self._less_memory}\n{message}" if short else message
+        """Add what to do if the message, or an exception in the log, is about the GPU's memory."""
+        if any(map(NO_MEMORY.search, (message, *self._causes))):
+            return f"CUDA out of memory. {self._less_memory}\n{message}"
+        if any(DISTURBED in cause for cause in self._causes):
+            return f"{UNDISTURBED}\n{message}"
+        return message
 
     def log_end(self) -> str:
         """The exceptions in its log, and the last lines."""

@@ -118,36 +118,50 @@ class CardPlan:
 
 
 def plan_card(
-    total: int, needs: Needs, *, utilization: float | None = None, sleep: bool | None = None
+    total: int,
+    needs: Needs,
+    *,
+    utilization: float | None = None,
+    sleep: bool | None = None,
+    kv: int | None = None,
 ) -> CardPlan:
     """Divide a GPU of `total` bytes.
 
-    `utilization` is the user's gpu_memory_utilization, which applies while vLLM samples. `sleep`
-    False requests a fixed split, True sleep mode; None chooses. Raises ModelTooLarge with what
-    would fit.
+    `utilization` is the user's gpu_memory_utilization, which applies while vLLM samples, `kv` the
+    user's kv_cache_memory_bytes. `sleep` False requests a fixed split, True sleep mode; None
+    chooses. Raises ModelTooLarge with what would fit.
     """
-    plan = _divided(total, needs, utilization, sleep)
+    plan = _divided(total, needs, utilization, sleep, kv)
     # vLLM itself checks whether it fits into the user's share: it measures, this estimates.
     problem = _problem(plan, needs, planned=utilization is None)
     if problem is None:
         return plan
-    advice = memory_advice(total, needs, utilization=utilization, sleep=sleep)
+    advice = memory_advice(total, needs, utilization=utilization, sleep=sleep, kv=kv)
     raise ModelTooLarge(f"CUDA out of memory: {problem}.\n{advice}")
 
 
-def _divided(total: int, needs: Needs, utilization: float | None, sleep: bool | None) -> CardPlan:
+def _divided(
+    total: int,
+    needs: Needs,
+    utilization: float | None,
+    sleep: bool | None,
+    users_kv: int | None = None,
+) -> CardPlan:
     usable = total - int(SPARE_SHARE * total)
     beside = usable - needs.weights - OVERHEAD  # for the KV cache and the learner
     fixed = needs.learner_fixed + CONTEXT
+    wanted = needs.kv(SPLIT_SEQUENCES) if users_kv is None else users_kv
     if utilization is not None:
         sleeps = sleep is not False
         kv = max(0, int(utilization * total) - needs.weights - OVERHEAD)
     else:
         beside_learner = beside - needs.learner - CONTEXT
-        sleeps = beside_learner < needs.kv(SPLIT_SEQUENCES) if sleep is None else sleep
-        stays = beside - fixed >= needs.kv(SPLIT_SEQUENCES)
+        sleeps = beside_learner < wanted if sleep is None else sleep
+        stays = beside - fixed >= wanted
         kv = beside - (fixed if stays else CONTEXT) if sleeps else max(beside_learner, needs.kv(1))
         kv = min(kv, needs.kv(MOST_SEQUENCES))
+    if users_kv is not None:
+        kv = users_kv
     left = total - needs.weights - OVERHEAD - kv
     learner = usable - ASLEEP if sleeps else min(left, beside - kv)
     learner_idle = (fixed if fixed <= left else CONTEXT) if sleeps else learner
@@ -168,6 +182,8 @@ def _problem(plan: CardPlan, needs: Needs, *, planned: bool = True) -> str | Non
         return f"{share} GB for vLLM do not hold its weights ({gb(plan.weights + OVERHEAD)} GB)"
     if plan.kv < needs.kv(1) and planned:
         return f"{share} GB for vLLM do not hold a sequence of {needs.max_length:,} tokens"
+    if plan.utilization > 1 and planned:
+        return f"vLLM with a KV cache of {gb(plan.kv)} GB needs {share} GB"
     fixed = needs.learner_fixed + CONTEXT
     if plan.learner < fixed:
         return f"{gb(plan.learner)} GB for the learner do not hold its weights ({gb(fixed)} GB)"
@@ -180,13 +196,14 @@ def memory_advice(
     *,
     utilization: float | None = None,
     sleep: bool | None = None,
+    kv: int | None = None,
     generations: int | None = None,
     tensor_parallel: int = 1,
     is_vllm: bool = True,
 ) -> str:
     """What to do when memory was exhausted: the four settings, with values that would fit.
 
-    `utilization` and `sleep` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
+    `utilization`, `sleep` and `kv` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
     """
     fewer = "halve num_generations"  # without a job, its value is not known
     if generations is not None:
@@ -197,7 +214,7 @@ def memory_advice(
             f"{fewer}; or choose a smaller base_model."
         )
     more = _more_gpus(total, needs, tensor_parallel, sleep)
-    current = utilization or min(1.0, _divided(total, needs, None, sleep).utilization)
+    current = utilization or min(1.0, _divided(total, needs, None, sleep, kv).utilization)
     for length in _shorter(needs.max_length):
         shorter = replace(needs, max_length=length)
         planned = _divided(total, shorter, None, sleep)
@@ -206,8 +223,9 @@ def memory_advice(
         share = max(least, int(100 * min(planned.utilization, current - 0.1))) / 100
         plans = (planned, _divided(total, shorter, share, sleep))
         if all(_problem(plan, shorter) is None for plan in plans):
+            left_out = "" if kv is None else "leave kv_cache_memory_bytes out; "
             return (
-                f"What would fit on a GPU of {gb(total)} GB: {_change(current, share)}; reduce "
+                f"What would fit on a GPU of {gb(total)} GB: {left_out}{_change(current, share)}; reduce "
                 f"max_seq_length to {length}; {fewer}{more}."
             )
     return (

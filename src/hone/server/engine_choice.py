@@ -215,14 +215,17 @@ class EngineChoice:
         plan, gpus = self._current(base_model), self.gpus(base_model)
         if self.vllm is None or gpus.shared is None:
             return None
-        share = plan.args.get("gpu_memory_utilization")
         total, needs = self._needs(base_model, plan, gpus)
-        return plan_card(total, needs, utilization=share, sleep=self._sleep(plan))
+        return plan_card(total, needs, **self._set_by_user(plan))
 
-    def _sleep(self, plan: Plan) -> bool | None:
-        """Whether vLLM must sleep while the learner trains, or must not; None: the plan decides."""
+    def _set_by_user(self, plan: Plan) -> dict[str, Any]:
+        """Settings that the division of a GPU follows; None: the plan decides."""
         continues = self._settings.serving_during_training == "continue"
-        return False if continues else plan.args.get("enable_sleep_mode")
+        return {
+            "utilization": plan.args.get("gpu_memory_utilization"),
+            "kv": plan.args.get("kv_cache_memory_bytes"),
+            "sleep": False if continues else plan.args.get("enable_sleep_mode"),
+        }
 
     def less_memory(self, base_model: str, generations: int | None = None) -> str:
         """Advice for a GPU that ran out of memory, with values that would fit."""
@@ -233,8 +236,7 @@ class EngineChoice:
         advice = memory_advice(
             total,
             needs,
-            utilization=plan.args.get("gpu_memory_utilization"),
-            sleep=self._sleep(plan),
+            **self._set_by_user(plan),
             generations=generations,
             tensor_parallel=len(gpus.inference) or 1,
             is_vllm=self.is_vllm,
