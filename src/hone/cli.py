@@ -46,8 +46,8 @@ EXITS = {
     1: "Failure, or a problem in what was checked or run; the last lines on stderr say why. Without a "
     "message if the reader of stdout ends first (`hone ... | head -1`).",
     2: "Invalid command line: an unknown command or option, or an invalid value.",
-    INTERRUPTED: "Ctrl-C or `kill -INT`. `hone finetune` has written a report of the run so far; the "
-    "same command resumes it, and a second Ctrl-C exits at once, without a report.",
+    INTERRUPTED: "Ctrl-C or `kill -INT`; `hone serve` and `hone art` shut down and exit with 0. `hone finetune` "
+    "has written a report; the same command resumes it. A second Ctrl-C exits without a report.",
 }
 """The meaning of each exit status; docs/reference/cli.md shows it."""
 

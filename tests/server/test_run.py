@@ -235,7 +235,7 @@ def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
         assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=PATIENCE_S)
-    assert key in out
+    assert key in out and process.returncode == 0  # docs/reference/cli.md says so
     with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, _):
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=PATIENCE_S)

@@ -29,7 +29,8 @@ class Settings(Strict):
     """Every setting of a server, described by the string under it."""
 
     root: Directory = Path(".hone")
-    """Directory for state, checkpoints and logs. Nothing outside it is written."""
+    """Directory for state, checkpoints and logs. Only downloaded and converted models and temporary
+    files are outside it."""
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than a loopback address requires a key."""
     port: int = Field(default=7623, ge=0, le=65535)
