@@ -262,7 +262,8 @@ class Loader:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, slots: Any = None) -> None:
+        self._adapter_manager = slots or SimpleNamespace(_last_slot_layout=None)
         self.read: list[tuple[str, str]] = []
         """The directories that were read, and the threads that read them."""
 
@@ -310,6 +311,50 @@ def test_an_adapter_is_read_in_a_thread_before_vllm_asks_for_it(
     assert "_load_adapter" not in vars(manager)
     extension.model_runner = None
     assert extension.hone_read("/one")["ready"]  # an error must not leave the worker
+
+
+class Slots:
+    """The slots of vLLM 0.20.2: an adapter without one gets that of the adapter used least recently."""
+
+    def __init__(self) -> None:
+        self.lora_index_to_id: list[int | None] = [None] * SLOTS
+        self.used: list[int] = []
+        self._last_mapping: tuple[int, ...] | None = None
+        self.slots: list[int] = []
+        """The slots with which the tokens of a batch are computed."""
+
+    def activate_adapter(self, number: int) -> bool:
+        is_new = number not in self.used
+        if is_new:
+            gone = self.used.pop(0) if len(self.used) == SLOTS else None
+            self.lora_index_to_id[self.lora_index_to_id.index(gone)] = number
+        else:
+            self.used.remove(number)
+        self.used.append(number)
+        return is_new
+
+    def set_adapter_mapping(self, mapping: tuple[int, ...]) -> None:
+        if self._last_mapping != mapping:
+            self.slots = [self.lora_index_to_id.index(number) for number in mapping]
+            self._last_mapping = mapping
+
+
+def test_a_load_while_all_slots_are_used_leaves_running_requests_their_adapters() -> None:
+    extension, slots = HoneWorker(), Slots()
+    extension.model_runner = SimpleNamespace(lora_manager=Loader(slots))
+
+    def decode() -> list[int | None]:
+        """One step of three running requests; the adapters with which it is computed."""
+        for number in (1, 2, 3):
+            slots.activate_adapter(number)
+        slots.set_adapter_mapping((1, 2, 3))
+        return [slots.lora_index_to_id[slot] for slot in slots.slots]
+
+    assert decode() == [1, 2, 3]
+    for number in (4, 5):
+        extension.hone_read("/new")
+        slots.activate_adapter(number)  # vLLM loads it
+        assert decode() == [1, 2, 3]
 
 
 def test_what_is_not_staged(adapter: tuple[AdapterRef, Path], tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ class HoneWorker:
         """
         try:
             manager = self.model_runner.lora_manager
+            _follow_slots(manager._adapter_manager)
             reading: _Reading | None = self.__dict__.get("hone_reading")
             if reading is None or reading.taken or reading.path != path:
                 self.__dict__["hone_reading"] = reading = _Reading(manager, path)
@@ -154,6 +155,25 @@ class HoneWorker:
         for adapter in jobs.keys() - set(known):
             del jobs[adapter]
         return jobs
+
+
+def _follow_slots(manager: Any) -> None:
+    """Let a batch look up the slots of its adapters again after an adapter has got one.
+
+    vLLM 0.20.2 looks them up only if the batch changes (0.32 does it always). Loading an adapter while all slots are
+    used moves the others, and running requests would be computed with the wrong ones.
+    """
+    if hasattr(manager, "_last_slot_layout") or "activate_adapter" in vars(manager):
+        return  # this vLLM does it, or it is done
+    activate = manager.activate_adapter
+
+    def activate_adapter(adapter: int) -> bool:
+        is_new = activate(adapter)
+        if is_new:
+            manager._last_mapping = None
+        return is_new
+
+    manager.activate_adapter = activate_adapter
 
 
 def _storages(tensors: Any) -> dict[int, int]:
