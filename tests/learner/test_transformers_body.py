@@ -22,7 +22,7 @@ from hone.learner.learner import Learner
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import PackedRow, pack
 from hone.models.decoder import Decoder
-from hone.models.fit import Recomputation
+from hone.models.fit import CUDA_LOGITS, Recomputation
 from hone.models.lora import Lora
 from hone.models.lora_linear import (
     LayerFactors,
@@ -408,6 +408,32 @@ def test_a_kept_result_is_not_given_to_another_input():
     torch.testing.assert_close(second(other), linears[1](other))
     torch.testing.assert_close(second(other), linears[1](other))  # asked twice
     torch.testing.assert_close(first(other), linears[0](other))
+
+
+DENSE = {"head_dim": 16, "num_experts_per_tok": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "parts"),
+    [
+        ("Qwen2", {}, True),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, False),
+        ("Phi", {}, False),
+        ("GPTNeoX", {}, False),
+        ("NemotronH", {"layers_block_type": ["attention", "mlp"]} | DENSE, False),
+    ],
+)
+def test_only_parts_that_can_be_recomputed_are_planned(
+    name: str, sizes: dict[str, Any], parts: bool
+):
+    """The plan must be able to count on the part in every layer; NemotronH has it in one of two."""
+    model = model_of(name, **SIZES | sizes)
+    body = TransformersBody(model, raw=model.config.to_dict(), memory=CUDA_LOGITS + (8 << 20))
+    body.device = torch.device("cuda")  # plans for it, and computes nothing
+    (row,) = pack(samples(3), row_tokens=10**6, fill=True).rows
+    plans = [body.recomputation(flex.padded(row, 500 * n)) for n in range(1, 30)]
+    assert plans[0] == Recomputation() and plans[-1].layers == 2
+    assert any(plan.feed_forward for plan in plans) is parts
 
 
 @pytest.mark.parametrize("case", ["stored", "recomputed", "failed"])

@@ -207,6 +207,7 @@ class TransformersBody:
                 rank=self._rank,
                 device=str(self.device),
                 learner=self._memory,
+                feed_forward=all(self._feed_forward),
             )
         return self._recomputation[key]
 

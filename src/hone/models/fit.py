@@ -137,14 +137,18 @@ def recomputation(
     rank: int,
     device: str,
     learner: int | None = None,
+    feed_forward: bool = True,
 ) -> Recomputation:
-    """The least recomputation that a CUDA row needs: feed-forward parts, then whole layers."""
+    """The least recomputation that a CUDA row needs: feed-forward parts, then whole layers.
+
+    Without `feed_forward`, only whole layers: the model cannot recompute the part in every layer.
+    """
     if learner is None:
         learner = int(total_memory(device) * LEARNER_SHARE["cuda"])
     plan = _CudaPlan.of(config_json, dtype_bytes=dtype_bytes, rank=rank)
     all_layers = range(plan.layers + 1)
     choices = [Recomputation(feed_forward=n) for n in all_layers]
-    if not plan.feed_forward:
+    if not (feed_forward and plan.feed_forward):
         choices = choices[:1]
     # Then whole layers, while the others still recompute their feed-forward parts.
     choices += [Recomputation(choices[-1].feed_forward, layers=n) for n in all_layers]
