@@ -19,6 +19,7 @@ from hone.errors import ConfigError, ModelUnsupported
 from hone.learner import flex
 from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
+from hone.learner.offload import HostWeights
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import PackedRow, pack
 from hone.models.decoder import Decoder
@@ -575,3 +576,29 @@ def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup
         results.append(learner.train(groups, CONFIG).sha256)
     assert results[0] == results[1]
     assert [parameter for parameter, _ in before] == list(model.parameters()), "the same objects"
+
+
+def test_weights_that_did_not_all_return_leave_again(monkeypatch: pytest.MonkeyPatch):
+    """A restore that runs out of memory leaves nothing behind on the GPU."""
+    model = BY_NAME["Qwen2.5"].model()
+    weights = HostWeights(model, torch.device("cpu"))
+    weights.release()
+    host = [parameter.data_ptr() for parameter in model.parameters()]
+    copy, copies = torch.Tensor.to, 0
+
+    def copy_two(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += 1
+        if copies == 3:
+            raise torch.OutOfMemoryError
+        return copy(tensor, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", copy_two)
+        with pytest.raises(torch.OutOfMemoryError):
+            weights.restore()
+    weights.release()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == host
+    weights.restore()
+    returned = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not returned & set(host)

@@ -22,9 +22,7 @@ class HostWeights:
         self._away = False
 
     def release(self) -> None:
-        """Free the parameters' GPU memory."""
-        if self._away:
-            return
+        """Free the parameters' GPU memory, also after a `restore` that ran out of it halfway."""
         if not self._host:
             pinned = self._device.type == "cuda"  # copies are then several times as fast
             self._host = [
