@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from hone.errors import Cancelled, LearnerDied, SampleRefused, StorageError
 from hone.learner.child import NICENESS
 from hone.learner.learner import Learner
 from hone.learner.packed import pack_groups
-from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
+from hone.learner.worker import MARK, LearnerProcess, LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
@@ -125,6 +127,33 @@ def test_an_unknown_error_ends_the_process_with_its_traceback(doomed: Started, j
     many: Any = "many"
     with pytest.raises(LearnerDied, match=r"(?s)exit code 1.*Traceback.*TypeError"):
         worker.train(pack_groups(job), CONFIG, base_step=many)
+
+
+def test_a_child_whose_parent_dies_inside_a_line_ends():
+    with subprocess.Popen(
+        [sys.executable, "-m", "hone.learner.child"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        try:
+            _, stderr = child.communicate(b'{"do": "sta', timeout=PATIENCE_S)
+        finally:
+            child.kill()
+    assert (child.returncode, stderr) == (0, b"")
+
+
+def test_a_child_that_dies_inside_a_message_is_reported_at_once():
+    message = MARK + '{"event": "do'
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.stdout.write({message!r})"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    worker = LearnerProcess(child)
+    ended = threading.Event()
+    worker.when_ended(ended.set)
+    with pytest.raises(LearnerDied, match=r"during 'start': it ended \(exit code 0\)"):
+        worker.ready(deadline_s=PATIENCE_S)
+    assert ended.wait(PATIENCE_S) and not worker.alive
 
 
 def test_a_disk_that_fails_is_reported_and_the_process_lives(shared: Started, job, tmp_path: Path):

@@ -59,15 +59,19 @@ class _Inbox:
         return self._ended.is_set() or job in self._cancelled
 
     def _read(self) -> None:
-        for line in self._stream:
-            request = json.loads(line)
-            request["data"] = self._stream.read(request["bytes"])
-            if request["do"] == "cancel":
-                self._cancelled.add(request["id"])
-            else:
-                self._requests.put(request)
-        self._ended.set()
-        self._requests.put(None)
+        try:
+            for line in self._stream:
+                if not line.endswith(b"\n"):  # the parent died while it wrote
+                    break
+                request = json.loads(line)
+                request["data"] = self._stream.read(request["bytes"])
+                if request["do"] == "cancel":
+                    self._cancelled.add(request["id"])
+                else:
+                    self._requests.put(request)
+        finally:
+            self._ended.set()
+            self._requests.put(None)
 
 
 def main() -> None:

@@ -298,17 +298,20 @@ class LearnerProcess:
 
     def _read_messages(self) -> None:
         assert self._process.stdout is not None, "started with pipes"
-        for raw in self._process.stdout:
-            line = raw.decode(errors="replace")
-            if line.startswith(MARK):
-                self._messages.put(json.loads(line.removeprefix(MARK)))
-            elif line.strip():
-                self._add_output(line)
-        self._messages.put(None)
-        with self._ending:
-            self._ended, call = True, self._when_ended
-        if call is not None:
-            call()
+        try:
+            for raw in self._process.stdout:
+                line = raw.decode(errors="replace")
+                # A child that dies while it writes leaves a message without its end.
+                if line.startswith(MARK) and line.endswith("\n"):
+                    self._messages.put(json.loads(line.removeprefix(MARK)))
+                elif line.strip():
+                    self._add_output(line)
+        finally:
+            self._messages.put(None)
+            with self._ending:
+                self._ended, call = True, self._when_ended
+            if call is not None:
+                call()
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None, "started with pipes"
