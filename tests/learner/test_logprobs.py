@@ -1,10 +1,17 @@
 """Log-probabilities in chunks against log_softmax over all logits, gradients included."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hone.learner import logprobs
-from hone.learner.logprobs import Queries, label_logprobs
+from hone.learner.logprobs import Head, Queries, label_logprobs
+from hone.models.fit import CUDA_LOGITS
 
 
 @pytest.fixture(params=[1, 3, 100], ids=lambda rows: f"{rows} rows a chunk")
@@ -128,6 +135,58 @@ def test_the_fused_passes_of_cuda_give_the_plain_numbers():
     assert error.max() < 2**-8, (
         error
     )  # the gradient itself is rounded to bfloat16: 2**-9 of each number
+
+
+class _LargestHeld(TorchDispatchMode):
+    """The most bytes of results of at least `least` bytes that exist at once."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.held, self.most = least, 0, 0
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= self.least:
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages.add(key)
+        self.held += size
+        self.most = max(self.most, self.held)
+
+        def freed() -> None:
+            self._storages.discard(key)
+            self.held -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_logits_in_memory_are_those_of_the_plan(
+    softcap: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """The plan of a CUDA row has room for them; the tensors are counted on a CPU, in float32."""
+    rows, vocab, in_chunk = 48, 1000, 12
+    hidden, weight = torch.randn(rows, 2, requires_grad=True), torch.randn(vocab, 2)
+    head = Head(weight, softcap=softcap)
+    q = Queries(
+        node=torch.arange(rows), temperature=torch.ones(rows),
+        label_query=torch.arange(rows), target=torch.arange(rows),
+    )  # fmt: skip
+    chunk = in_chunk * vocab * weight.itemsize
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk)
+    with _LargestHeld(chunk // 2) as held:
+        label_logprobs(hidden, head, q)
+    chunks = held.most // chunk
+    # Logits and odds, with a cap its slopes too; none of the chunk before.
+    assert chunks == (2 if softcap is None else 3)
+    assert chunks * logprobs._chunk_bytes(head, cuda=True) <= CUDA_LOGITS
 
 
 @pytest.mark.parametrize(("count", "most", "size"), [(10, 4, 4), (9, 4, 3), (4, 4, 4), (1, 4, 1)])

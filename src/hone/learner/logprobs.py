@@ -51,7 +51,7 @@ class Head:
         if self.scale != 1.0:
             logits *= self.scale
         if self.softcap is not None:
-            logits = (logits / self.softcap).tanh_() * self.softcap
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
 
@@ -91,7 +91,7 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         row_bytes = len(weight) * wide.itemsize
-        size = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // row_bytes)
+        size = max(1, _chunk_bytes(head, cuda=hidden.is_cuda) // row_bytes)
         if hidden.is_cuda:
             size = _even(len(queries.node), size)
         # Where labels are split is computed before they are moved: reading it back would wait for
@@ -112,6 +112,7 @@ class _LabelLogprobs(torch.autograd.Function):
         for i, start in enumerate(range(0, len(rows), size)):
             here, labels = slice(start, start + size), slice(ends[i], ends[i + 1])
             query, target = queries.label_query[labels] - start, queries.target[labels]
+            logits = odds = slope = weights = None  # frees the last chunk's before the next one's
             logits = head.logits(rows[here])
             if fused and len(logits) > 1:  # torch compiles a size of 1 as a separate graph
                 scaled = temperature[here, None]
@@ -122,9 +123,8 @@ class _LabelLogprobs(torch.autograd.Function):
                     weights = _fused(other_weights, logits, scaled, *sums[:3])
                     pull[here] = sums.pull(weights, weight)
                 continue
-            slope = None
             if slopes is not None and head.softcap is not None:
-                slope = 1 - (logits / head.softcap).square_()
+                slope = (logits / head.softcap).square_().neg_().add_(1)
             logits /= temperature[here, None]
             most, best = logits.max(-1, keepdim=True)
             logits -= most
@@ -143,6 +143,7 @@ class _LabelLogprobs(torch.autograd.Function):
                     odds *= slope
                     slopes[0][labels] = slope[query, target]
                     slopes[1][here] = slope.gather(-1, best)[:, 0]
+                logits = slope = None  # the product needs as much memory on CUDA
                 pull[here] = wide_combination(odds, weight)
         ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(weight, top, pull, *(slopes or ()))
@@ -226,6 +227,14 @@ def other_weights(
     """
     odds = (logits / temperature - most).exp()
     return torch.where(_is_best(logits, best), 0.0, -odds / (1 + rest)).to(torch.bfloat16)
+
+
+def _chunk_bytes(head: Head, *, cuda: bool) -> int:
+    """Bytes of a chunk's logits: on CUDA, all that exists of one chunk must fit fit.CUDA_LOGITS."""
+    if not cuda:
+        return CHUNK_BYTES
+    # Logits, odds and slopes; there is no fused pass for capped logits.
+    return CUDA_CHUNK_BYTES if head.softcap is None else CUDA_CHUNK_BYTES // 3
 
 
 def _is_best(logits: Tensor, best: Tensor) -> Tensor:
