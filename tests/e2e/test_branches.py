@@ -128,7 +128,7 @@ def test_branches_and_shared_tokens_are_counted(
     # A node per distinct prefix; the last token of a path predicts nothing.
     nodes = {tuple(path[:end]) for path in paths for end in range(1, len(path))}
     assert line["learn/computed_tokens"] == len(nodes)
-    assert line["learn/shared_tokens"] == sum(map(len, paths)) - len(nodes)
+    assert line["learn/shared_tokens"] == sum(len(path) - 1 for path in paths) - len(nodes)
     assert line["learn/labels"] == sum(
         len(call["call"]["completion_ids"]) for calls in rollouts for call in calls
     )

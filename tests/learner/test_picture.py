@@ -66,8 +66,8 @@ def test_rows_are_what_the_learner_packs():
     assert row.learned["learner"] == pytest.approx([nan, -11 / 3, -2, -3, -5], nan_ok=True)
     assert row.learned["difference"][2] == pytest.approx(-2 + 1.4)
     assert title == (
-        "3 rollouts of 1 group, 6 labels, 1 optimizer step: 12 tokens computed as 5 in 1 row "
-        "(2.4x shared)"
+        "3 rollouts of 1 group, 6 labels, 1 optimizer step: 12 tokens, of which 5 were computed and "
+        "4 shared, in 1 row"
     )
 
 

@@ -73,7 +73,8 @@ def test_a_shared_prompt_is_computed_once():
         (3, 4, 3, ((0, 3),)),
         (4, 5, 3, ((0, 3),)),
     ]
-    assert (batch.logical_tokens, batch.computed_tokens) == (14, 5)
+    # Paths of 4, 4 and 3 tokens.
+    assert (batch.logical_tokens, batch.computed_tokens, batch.shared_tokens) == (14, 5, 11 - 5)
     assert sorted(contexts(batch).items()) == list(enumerate(expected(samples)))
 
 
@@ -213,7 +214,7 @@ def test_a_hundred_thousand_tokens_are_packed_in_well_under_a_second():
 def test_nothing_to_share_costs_nothing():
     samples = alone(*(call([10 * i + j for j in range(8)], [3] * 3) for i in range(6)))
     batch = pack(samples, row_tokens=24)
-    assert batch.computed_tokens == 6 * 10
+    assert (batch.computed_tokens, batch.shared_tokens) == (6 * 10, 0)
     assert [len(row) for row in batch.rows] == [20, 20, 20]
 
 

@@ -95,18 +95,18 @@ def test_tokens_that_were_shared_are_told(tmp_path: Path):
         started_epoch(10.0),
         collected(0, 0.5, at=20.0),
         submitted(20.0),
-        job(0, logical_tokens=1000.0, computed_tokens=300.0)
+        job(0, logical_tokens=1000.0, computed_tokens=300.0, shared_tokens=650.0)
         | {"at": 30.0, "config": {"row_tokens": 4096}},
         finished() | {"at": 40.0},
     )
     assert measure(tmp_path).as_dict()["trained_tokens"] == {
         "logical": 1000,
         "computed": 300,
-        "shared": 700,
+        "shared": 650,
     }
     text = section_text(tmp_path, "Where the time went")
     assert text is not None
-    assert "1,000 training tokens, of which 300 were computed and 700 shared." in text
+    assert "1,000 training tokens, of which 300 were computed and 650 shared." in text
     (tmp_path / "none").mkdir()
     log(tmp_path / "none", started(10.0), started_epoch(10.0), collected(0, 0.5, at=20.0))
     assert measure(tmp_path / "none").as_dict()["trained_tokens"] == {}

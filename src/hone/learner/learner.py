@@ -315,8 +315,6 @@ def _finite(value: float, what: str, step: int, row: int) -> float:
 
 
 def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
-    logical = sum(batch.logical_tokens for batch in batches)
-    computed = sum(batch.computed_tokens for batch in batches)
     counts = {
         "learn/optimizer_steps": len(batches),
         "learn/micro_batches": sum(len(batch.rows) for batch in batches),
@@ -324,9 +322,9 @@ def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
         "learn/flat_groups": samples.flat_groups,
         "learn/rollouts": len(samples.samples),
         "learn/long_rollouts": samples.long_rollouts,
-        "learn/logical_tokens": logical,
-        "learn/computed_tokens": computed,
-        "learn/shared_tokens": logical - computed,
+        "learn/logical_tokens": sum(batch.logical_tokens for batch in batches),
+        "learn/computed_tokens": sum(batch.computed_tokens for batch in batches),
+        "learn/shared_tokens": sum(batch.shared_tokens for batch in batches),
     }
     call_steps = [call.step for sample in samples.samples for call in sample.calls]
     if call_steps:  # staleness is the job's base step minus the oldest

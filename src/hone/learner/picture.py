@@ -82,7 +82,7 @@ def lay_out(
     from hone.learner.trie import pack
 
     rows: list[Row] = []
-    total = labels = logical = computed = 0
+    total = labels = logical = computed = shared = 0
     steps = by_optimizer_step(samples, config)
     assert config.row_tokens is not None, "the learner sets it before it draws"
     for s, part in enumerate(steps):
@@ -97,11 +97,12 @@ def lay_out(
         labels += len(batch.labels)
         logical += batch.logical_tokens
         computed += batch.computed_tokens
+        shared += batch.shared_tokens
     rollouts, of = _counted(len(samples.samples), "rollout"), _counted(samples.groups, "group")
     title = (
         f"{rollouts} of {of}, {labels:,} labels, {_counted(len(steps), 'optimizer step')}: "
-        f"{logical:,} tokens computed as {computed:,} in {_counted(total, 'row')} "
-        f"({logical / computed:.1f}x shared)"
+        f"{logical:,} tokens, of which {computed:,} were computed and {shared:,} shared, in "
+        f"{_counted(total, 'row')}"
     )
     return rows, total, title
 

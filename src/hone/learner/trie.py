@@ -86,10 +86,16 @@ class Batch:
     labels: Labels
     logical_tokens: int
     """Tokens of all labelled calls, without sharing."""
+    path_tokens: int
+    """Of these, the tokens from which a label is predicted, and those before them."""
 
     @property
     def computed_tokens(self) -> int:
         return sum(len(row) for row in self.rows)
+
+    @property
+    def shared_tokens(self) -> int:
+        return self.path_tokens - self.computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +119,32 @@ def pack(
     # A path ends at the last label's parent; nothing below it is needed.
     paths = [call.ids[: call.prompt + call.places[-1]] for call in calls]
     labels = _labels(samples)
-    if not shared:
-        rows = _path_rows(calls, paths, labels.temperature.numpy())
-        logical = sum(len(call.ids) for call in calls)
-        return Batch(rows=rows, labels=labels, logical_tokens=logical)
+    temperature = labels.temperature.numpy()
+    if shared:
+        rows = _trie_rows(calls, paths, temperature, row_tokens, fill=fill)
+    else:
+        rows = _path_rows(calls, paths, temperature)
+    return Batch(
+        rows=rows,
+        labels=labels,
+        logical_tokens=sum(len(call.ids) for call in calls),
+        path_tokens=sum(len(path) for path in paths),
+    )
+
+
+def _trie_rows(
+    calls: Sequence[LabelledCall],
+    paths: Sequence[Ints],
+    temperature: NDArray[np.float64],
+    row_tokens: int,
+    *,
+    fill: bool,
+) -> tuple[PackedRow, ...]:
     trie, nodes = _build(paths)
     parent = np.concatenate([n[c.prompt + c.places - 1] for n, c in zip(nodes, calls, strict=True)])
     budget = max(row_tokens, int(trie.depth.max()) + 1)
     bins = _bins(trie, budget, least=budget if fill else ROW)
-    return Batch(
-        rows=_rows(trie, bins, parent, labels.temperature.numpy()),
-        labels=labels,
-        logical_tokens=sum(len(call.ids) for call in calls),
-    )
+    return _rows(trie, bins, parent, temperature)
 
 
 def _path_rows(

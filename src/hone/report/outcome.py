@@ -150,9 +150,8 @@ class Outcome:
         jobs = [r.learned for r in self.history.rounds if "learn/computed_tokens" in r.learned]
         if not jobs:
             return {}
-        logical = int(sum(job["learn/logical_tokens"] for job in jobs))
-        computed = int(sum(job["learn/computed_tokens"] for job in jobs))
-        return {"logical": logical, "computed": computed, "shared": logical - computed}
+        kinds = ("logical", "computed", "shared")
+        return {kind: int(sum(job[f"learn/{kind}_tokens"] for job in jobs)) for kind in kinds}
 
     @property
     def turns(self) -> dict[str, int]:
