@@ -92,6 +92,23 @@ def test_steps_are_named_and_take_their_own_logprobs():
     assert rows[1].learned["learner"] == pytest.approx([float("nan"), -7.5, -9.0], nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [
+        # Paths end before their last token: 600 and 601 tokens.
+        ({}, [601, 601]),
+        ({"fill": True}, [1202]),
+        ({"shared": False}, [600, 601, 600, 601]),
+    ],
+)
+def test_rows_have_the_layout_of_the_job(layout: dict[str, bool], lengths: list[int]):
+    config = TrainConfig(row_tokens=2048)
+    groups = [group([g] * 600, [[1], [2, 3]], [0.0, 1.0], -0.1) for g in (10, 20)]
+    made = make_samples(groups, config, vocab=100, max_positions=1000)
+    rows, total, _ = lay_out(made, config, None, **layout)
+    assert [len(row.kinds) for row in rows] == lengths and total == len(lengths)
+
+
 def png_size(path: Path) -> tuple[int, int]:
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"

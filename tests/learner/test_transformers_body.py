@@ -20,6 +20,8 @@ from hone.learner import flex
 from hone.learner.body import DecoderBody, load_body
 from hone.learner.learner import Learner
 from hone.learner.offload import HostWeights
+from hone.learner.picture import PICTURE, draw
+from hone.learner.samples import make_samples
 from hone.learner.transformers_body import FLEX, TransformersBody
 from hone.learner.trie import PackedRow, pack
 from hone.models.decoder import Decoder
@@ -576,6 +578,24 @@ def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup
         results.append(learner.train(groups, CONFIG).sha256)
     assert results[0] == results[1]
     assert [parameter for parameter, _ in before] == list(model.parameters()), "the same objects"
+
+
+def test_the_picture_has_the_rows_of_a_job_without_sharing(
+    groups: list[TrajectoryGroup], tmp_path: Path
+):
+    model = BY_NAME["LFM2"].model()
+    body = TransformersBody(model, raw=model.config.to_dict())
+    learner = learner_of(body)
+    config = CONFIG.model_copy(update={"row_tokens": 1024})
+    result = learner.train(groups, config, label_logprobs=True)
+    paths = sum(len(group.trajectories) for group in groups)
+    assert result.metrics["learn/micro_batches"] == paths
+    assert result.metrics["learn/shared_tokens"] == 0
+    learner.save(tmp_path, picture=True)
+    made = make_samples(groups, config, vocab=body.vocab, max_positions=body.max_positions)
+    expected = tmp_path / "expected.png"
+    assert draw(made, config, expected, learner_logprobs=result.logprobs, shared=False)
+    assert (tmp_path / PICTURE).read_bytes() == expected.read_bytes()
 
 
 def test_weights_that_did_not_all_return_leave_again(monkeypatch: pytest.MonkeyPatch):

@@ -76,7 +76,7 @@ class Learner:
         self.base_model = base_model
         self.lora = lora.trainable_()
         self.optimizer = AdamW(self.lora.parameters())
-        self._last_job: tuple[Samples, TrainConfig, tuple[float, ...] | None] | None = None
+        self._last_job: _Drawable | None = None
 
     def train(
         self,
@@ -118,7 +118,7 @@ class Learner:
         logprobs = tuple(torch.cat(job.old_logprobs).tolist()) if job.old_logprobs else None
         if label_logprobs:
             pinned = config.model_copy(update={"row_tokens": row_tokens})
-            self._last_job = (samples, pinned, logprobs)
+            self._last_job = _Drawable(samples, pinned, layout, logprobs)
         return StepResult(
             steps=len(batches),
             reason="" if batches else _why_no_step(samples, len(groups)),
@@ -149,8 +149,8 @@ class Learner:
             from hone.learner.picture import PICTURE, draw  # loads matplotlib only when it draws
 
             assert self._last_job is not None, "train with label_logprobs first"
-            samples, config, logprobs = self._last_job
-            draw(samples, config, directory / PICTURE, learner_logprobs=logprobs)
+            job, path = self._last_job, directory / PICTURE
+            draw(job.samples, job.config, path, learner_logprobs=job.logprobs, **job.layout)
             self._last_job = None
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
@@ -172,6 +172,17 @@ class Learner:
         finally:
             if not done:
                 self.optimizer.restore(start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawable:
+    """A finished job, for its picture."""
+
+    samples: Samples
+    config: TrainConfig
+    layout: dict[str, bool]
+    """Keywords with which its samples were packed."""
+    logprobs: tuple[float, ...] | None
 
 
 class _Job:

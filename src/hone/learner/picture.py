@@ -9,6 +9,7 @@ its token is predicted: at its parent. Where several labels have one parent (com
 prompt), the picture shows their mean.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,12 +60,17 @@ def draw(
     path: Path,
     *,
     learner_logprobs: Sequence[float] | None = None,
+    shared: bool = True,
+    fill: bool = False,
 ) -> bool:
-    """Write the picture to `path`; False, without a picture, if the job has no labels."""
+    """Write the picture to `path`; False, without a picture, if the job has no labels.
+
+    `shared` and `fill` are those with which the job was packed.
+    """
     if not samples.samples:
         return False
     learner = None if learner_logprobs is None else np.asarray(learner_logprobs, dtype=np.float64)
-    rows, total, title = lay_out(samples, config, learner)
+    rows, total, title = lay_out(samples, config, learner, shared=shared, fill=fill)
     if learner is not None:
         np.save(path.with_name(LOGPROBS), learner, allow_pickle=False)
     _paint(rows, title if total == len(rows) else f"{title}; the first {len(rows)} rows", path)
@@ -75,18 +81,24 @@ def draw(
 
 
 def lay_out(
-    samples: Samples, config: TrainConfig, learner: Floats | None
+    samples: Samples,
+    config: TrainConfig,
+    learner: Floats | None,
+    *,
+    shared: bool = True,
+    fill: bool = False,
 ) -> tuple[list[Row], int, str]:
     """The rows to draw, the number of all rows, and a title."""
     # It loads torch, which a server without a job to draw never needs.
     from hone.learner.trie import pack
 
     rows: list[Row] = []
-    total = labels = logical = computed = shared = 0
+    total = labels = 0
+    tokens: Counter[str] = Counter()
     steps = by_optimizer_step(samples, config)
     assert config.row_tokens is not None, "the learner sets it before it draws"
     for s, part in enumerate(steps):
-        batch = pack(part, row_tokens=config.row_tokens)
+        batch = pack(part, row_tokens=config.row_tokens, shared=shared, fill=fill)
         mine = None if learner is None else learner[labels : labels + len(batch.labels)]
         kind_of = _kinds(part)
         for r, packed in enumerate(batch.rows):
@@ -95,14 +107,14 @@ def lay_out(
                 rows.append(_row(name, packed, batch.labels, mine, kind_of))
         total += len(batch.rows)
         labels += len(batch.labels)
-        logical += batch.logical_tokens
-        computed += batch.computed_tokens
-        shared += batch.shared_tokens
+        tokens["all"] += batch.logical_tokens
+        tokens["computed"] += batch.computed_tokens
+        tokens["shared"] += batch.shared_tokens
     rollouts, of = _counted(len(samples.samples), "rollout"), _counted(samples.groups, "group")
     title = (
         f"{rollouts} of {of}, {labels:,} labels, {_counted(len(steps), 'optimizer step')}: "
-        f"{logical:,} tokens, of which {computed:,} were computed and {shared:,} shared, in "
-        f"{_counted(total, 'row')}"
+        f"{tokens['all']:,} tokens, of which {tokens['computed']:,} were computed and "
+        f"{tokens['shared']:,} shared, in {_counted(total, 'row')}"
     )
     return rows, total, title
 
