@@ -40,7 +40,9 @@ JOB_METRICS: dict[str, str] = {
     "learn/staleness": "Steps between the oldest call and the policy that was trained.",
     "learn/tokens_per_s": "Logical tokens per second.",
     "learn/step_s": "Duration of the job in the learner.",
-    "learn/PHASE_s": "Duration by phase: pack, old, policy, reference, forward, backward, optimizer, probe.",
+    "learn/PHASE_s": "Duration by phase: pack, old, policy, reference, forward, backward, optimizer, probe. "
+    "On CUDA the learner launches a backward pass and does not wait for it: most of its time counts as the "
+    "next row's forward phase.",
     "serve/held_s": "Time that serving was paused while the learner ran.",
     "turns/first": "Turns that were the first of their rollout. A turn is one request to the policy that is "
     "trained on; its choices share one prompt and count once.",

@@ -61,7 +61,8 @@ class StepResult:
     sha256: str
     """Hash of the adapter after the job."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probabilities of all labels before the job, in the samples' order, if requested."""
+    """Log-probabilities of all labels before the job, in the samples' order, if requested; with the losses
+    sft and dpo, before the optimizer step that trains them."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -208,7 +209,7 @@ class _Job:
         self.pairs: list[Tensor] = []
         """Per optimizer step, the pairs of its samples, [P, 2]; only for the loss dpo."""
         self.old_logprobs: list[Tensor] = []
-        """Per optimizer step, log-probabilities of its labels before the job, if requested."""
+        """Per optimizer step, what StepResult.logprobs holds of its labels, if requested."""
         self._on_progress = on_progress
         self._should_stop = should_stop
 

@@ -297,7 +297,7 @@ _MAPS = {
     "advantage": ("Advantage", "of the tokens learned at each place", "RdBu"),
     "difference": ("Learner minus sampler", "0 where both computed alike", "PuOr"),
     "sampler": ("Log-probability, sampler", "when it was sampled", "viridis"),
-    "learner": ("Log-probability, learner", "before the job", "viridis"),
+    "learner": ("Log-probability, learner", "before training on it", "viridis"),
 }
 """Title, note and colours, in the order of two columns."""
 _ONE_COLUMN = ("advantage", "sampler", "learner", "difference")
