@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.errors import ModelTooLarge
+from hone.errors import ModelTooLarge, ModelUnsupported
 from hone.learner.optim import AdamW
 from hone.models.files import ModelFiles
 from hone.models.find import find
@@ -233,6 +233,21 @@ def test_the_plan_agrees_with_measured_peaks():
     config = KNOWN["Qwen/Qwen2.5-7B-Instruct"].config
     # A step was 42.41 GB; a job has 0.24 more.
     assert recomputation(config, **wanted, learner=int(42.75e9)) == Recomputation()
+
+
+@pytest.mark.parametrize(
+    ("family", "lacking"),
+    [
+        ("bloom", "max_position_embeddings"),
+        ("mpt", "max_position_embeddings"),
+        ("mamba", "num_attention_heads and no max_position_embeddings"),
+        ("rwkv", "num_attention_heads"),
+    ],
+)
+def test_a_family_without_the_sizes_that_hone_needs_is_refused(family: str, lacking: str):
+    expected = f"config.json: model_type '{family}' has no {lacking}, which hone needs. Choose"
+    with pytest.raises(ModelUnsupported, match=expected):
+        shape_of({"model_type": family})
 
 
 def test_lengths_of_rows():

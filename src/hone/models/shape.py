@@ -25,6 +25,14 @@ BODY = "HONE_LEARNER_BODY"
 """Environment variable that overrides `runs_own_decoder`: decoder or transformers."""
 MIN_HEAD_DIM = 16
 """Minimum head dimension that FlexAttention supports on CUDA."""
+NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Sizes that the configuration of every model that hone trains must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,11 @@ def _of_decoder(config: DecoderConfig) -> Shape:
 def _of_transformers(raw: dict[str, Any], where: str) -> Shape:
     model = empty_model(raw, where)
     text = model.config.get_text_config()
+    if lacking := [name for name in NEEDED if getattr(text, name, None) is None]:
+        raise ModelUnsupported(
+            f"{where}: model_type {raw['model_type']!r} has no {' and no '.join(lacking)}, which hone "
+            "needs. Choose another model."
+        )
     layout = adapted_linears(raw, model)
     parts = [part for group in layout.adapted.values() for part in group]
     heads = text.num_attention_heads
