@@ -250,6 +250,13 @@ def test_a_family_without_the_sizes_that_hone_needs_is_refused(family: str, lack
         shape_of({"model_type": family})
 
 
+def test_a_family_may_leave_the_size_of_its_feed_forward_part_out():
+    sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 100}
+    shape = shape_of({"model_type": "gpt_neo", "attention_types": [[["global"], 1]], **sizes})
+    # Inputs and outputs: four layers of 8x8, and 8x32 twice; 64 + 80. Six times the hidden size: 48.
+    assert shape.activations == 48 + 64 + 80
+
+
 def test_lengths_of_rows():
     assert [padded_length(n) for n in (1, 512, 513, 768, 769, 1024, 1025, 1537)] == [
         512, 512, 768, 768, 1024, 1024, 1536, 2048,

@@ -161,7 +161,8 @@ def _of_transformers(raw: dict[str, Any], where: str) -> Shape:
 
 
 def _expert_width(text: Any) -> int:
-    return getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+    names = ("moe_intermediate_size", "intermediate_size")
+    return next((width for name in names if (width := getattr(text, name, None))), 0)
 
 
 def empty_model(raw: Mapping[str, Any], where: str) -> Any:
