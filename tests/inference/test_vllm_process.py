@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,6 +117,17 @@ def options(python: str, **args: Any) -> dict[str, Any]:
 
 def server_of(model: Path, python: str, **args: Any) -> VllmServer:
     return start_server(str(model), **options(python, **args))
+
+
+def test_files_of_others_in_the_temporary_directory_are_not_imported(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, ran = tmp_path / "shared", tmp_path / "ran"
+    (shared / "vllm").mkdir(parents=True)
+    (shared / "ast.py").write_text(f"open({str(ran)!r}, 'w').close()\nfrom _ast import *\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    assert require_vllm(python).version == "0.32.0"
+    assert not ran.exists()
 
 
 async def test_a_closed_engine_leaves_no_directory(

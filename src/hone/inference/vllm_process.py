@@ -95,7 +95,7 @@ def find_vllm(python: str) -> VllmEnvironment | None:
             capture_output=True,
             text=True,
             timeout=DESCRIBE_S,
-            cwd=tempfile.gettempdir(),
+            cwd="/",  # with -c it comes first on sys.path, so others must not be able to write to it
             check=True,
         )
         answer = loads(run.stdout.splitlines()[-1])
