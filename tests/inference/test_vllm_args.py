@@ -13,7 +13,7 @@ from hone.inference.vllm_args import (
 from hone.inference.vllm_process import check_version, find_vllm, require_vllm
 
 KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "max_model_len"}
-KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras"}
+KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras", "compilation_config"}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras"}
         ("generation_config", "vllm"),
         ("enable_lora", True),
         ("trust_remote_code", False),
+        ("compilation_config", {"mode": 0, "cudagraph_capture_sizes": [1, 2]}),
         ("inference_gpu_ids", [0, 1]),
         ("trainer_gpu_ids", [1]),
     ],
@@ -48,6 +49,14 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("trust_remote_code", True, "True cannot be set: it can load code"),
         ("worker_cls", "x.Y", "'x.Y' cannot be set: it can load code"),
         ("lora_target_modules", ["q_proj"], "adapters are on every linear layer"),
+        ("speculative_config", {"method": "custom_class"}, "cannot be set: it can load code"),
+        ("spec_model", "/drafts", "'/drafts' cannot be set: it can load code"),
+        ("spec_method", "custom_class", "'custom_class' cannot be set: it can load code"),
+        ("ec_manager_config", {"encoder_cache_manager_cls": "x.Y"}, "it can load code"),
+        ("compilation_config", '{"backend": "x.y"}', "expected an object, such as {'mode': 0}"),
+        ("mm_encoder_fp8_scale_save_path", "/etc/x", "it reaches beyond the server's root"),
+        ("mm_encoder_fp8_scale_path", "/etc/x", "it reaches beyond the server's root"),
+        ("allowed_local_media_path", "/", "it reaches beyond the server's root"),
         ("download_dir", "/etc", "'/etc' cannot be set: it reaches beyond the server's root"),
         ("max_num_seqs", [1, "--trust-remote-code"], "has an item that begins with '-'"),
         ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
@@ -75,6 +84,24 @@ def test_what_hone_decides_and_what_vllm_does_not_know_is_refused(
     with pytest.raises(ConfigError, match=rf"^engine_args\.{key}: ") as refused:
         check_arg(f"engine_args.{key}", key, value, KNOWN)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("backend", "x.y", "it can load code"),
+        ("inductor_passes", {"a": "x.y"}, "it can load code"),
+        ("inductor_compile_config", {"cpp.cxx": ["/tmp/x"]}, "it can load code"),
+        ("cache_dir", "/etc", "it reaches beyond the server's root"),
+        ("debug_dump_path", "/etc", "it reaches beyond the server's root"),
+    ],
+)
+def test_parts_of_the_compilation_config_are_refused(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arg("compilation_config", "compilation_config", {"mode": 3, key: value}, KNOWN)
+    assert str(refused.value).startswith(
+        f"compilation_config.{key}: {value!r} cannot be set: {says}"
+    )
 
 
 def options(line: list[str]) -> dict[str, list[str]]:

@@ -4,8 +4,8 @@ In:   engine_args of a model, the arguments that this vLLM knows, what hone need
 Out:  the command line of `vllm serve`, or an error that names the key
 
 Arguments of vLLM's engine are passed through. hone refuses those that it sets itself, with the
-reason, and those that load code: clients send engine_args, and a client must not be able to run its
-own code in the server.
+reason, and those that load code or name files: clients send engine_args, and a client must not be
+able to run its own code in the server, nor to reach files outside the server's root.
 """
 
 import json
@@ -85,13 +85,28 @@ OWNED: dict[str, str] = {
     "distributed_executor_backend": _CODE,
     "structured_outputs_config": _CODE,
     "weight_transfer_config": _CODE,
+    "speculative_config": _CODE,
+    "spec_method": _CODE,
+    "spec_model": _CODE,
+    "ec_manager_config": _CODE,
     "download_dir": _OUTSIDE,
+    "allowed_local_media_path": _OUTSIDE,
+    "mm_encoder_fp8_scale_path": _OUTSIDE,
+    "mm_encoder_fp8_scale_save_path": _OUTSIDE,
     "profiler_config": _OUTSIDE,
     "otlp_traces_endpoint": _OUTSIDE,
     "kv_events_config": _OUTSIDE,
     "hf_token": _OUTSIDE,
 }
 """Arguments that are refused, with the reason."""
+COMPILATION: dict[str, str] = {
+    "backend": _CODE,
+    "inductor_passes": _CODE,
+    "inductor_compile_config": _CODE,  # it names the compiler that is run
+    "cache_dir": _OUTSIDE,  # compiled code is also loaded from there
+    "debug_dump_path": _OUTSIDE,
+}
+"""Keys of compilation_config that are refused, with the reason."""
 _SAME: dict[str, Any] = {
     "enable_lora": True,
     "generation_config": "vllm",
@@ -138,6 +153,16 @@ def _check_value(where: str, key: str, value: Any) -> None:
         )
     if key == "max_lora_rank" and value not in RANKS:
         raise ConfigError(f"{where}: {value!r}; vLLM accepts {', '.join(map(str, RANKS))}")
+    if key == "compilation_config":
+        _check_compilation(where, value)
+
+
+def _check_compilation(where: str, value: Any) -> None:
+    if not isinstance(value, dict):  # vLLM would also read text, in which hone sees no keys
+        raise ConfigError(f"{where}: {value!r}; expected an object, such as {{'mode': 0}}")
+    for key in value:
+        if key in COMPILATION:
+            raise ConfigError(f"{where}.{key}: {value[key]!r} cannot be set: {COMPILATION[key]}")
 
 
 def check_dtype(where: str, value: Any, dtype: str) -> None:
