@@ -341,6 +341,18 @@ def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, pyt
     assert vllm._plan("tiny", None) == Plan({}, 32, 4096)
 
 
+@pytest.mark.parametrize("lengths", [(512, None), (None, 512)])
+def test_a_model_without_a_length_keeps_the_longest(
+    state: State, python: Path, lengths: tuple[int | None, int | None]
+) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python, max_seq_length=4096)
+    for name, length in zip("ab", lengths, strict=True):
+        sent = spec(name, defaults={} if length is None else {"max_seq_length": length})
+        vllm.register(sent, in_use=False)
+        state.models.register(sent)
+    assert vllm._plan("tiny", None).max_length == 4096
+
+
 def test_arguments_registered_while_vllm_starts_open_it_again(
     state: State, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,12 +184,12 @@ class EngineChoice:
         specs = [record.spec for record in self._models.on_base(base_model)]
         last = spec or self._newest(base_model)
         specs += [] if last is None else [last]
-        lengths = [int(str(s.defaults.get("max_seq_length") or 0)) for s in specs]
         most = self._settings.max_seq_length
+        lengths = [int(str(s.defaults.get("max_seq_length") or most)) for s in specs]
         return Plan(
             args={} if last is None else dict(last.engine_args),
             rank=max((s.rank for s in specs), default=8),
-            max_length=min(most, max(lengths, default=0) or most),
+            max_length=min(most, max(lengths, default=most)),
         )
 
     # ---- GPUs ---------------------------------------------------------------------------------
