@@ -13,7 +13,13 @@ from hone.inference.vllm_args import (
 from hone.inference.vllm_process import check_version, find_vllm, require_vllm
 
 KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "max_model_len"}
-KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras", "compilation_config"}
+KNOWN |= {
+    "dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_cpu_loras",
+    "compilation_config",
+}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,7 @@ KNOWN |= {"dtype", "tensor_parallel_size", "max_cpu_loras", "compilation_config"
         ("enable_lora", True),
         ("trust_remote_code", False),
         ("compilation_config", {"mode": 0, "cudagraph_capture_sizes": [1, 2]}),
+        ("pipeline_parallel_size", 1),
         ("inference_gpu_ids", [0, 1]),
         ("trainer_gpu_ids", [1]),
     ],
@@ -60,6 +67,7 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("download_dir", "/etc", "'/etc' cannot be set: it reaches beyond the server's root"),
         ("max_num_seqs", [1, "--trust-remote-code"], "has an item that begins with '-'"),
         ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
+        ("pipeline_parallel_size", 2, "no step could be published; use tensor_parallel_size"),
         ("max_loras", 1, "1; hone needs 3 or more"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
         ("inference_gpu_ids", ["0"], "is not a list of GPU ids"),

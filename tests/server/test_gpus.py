@@ -113,7 +113,6 @@ def test_one_gpu_is_shared_unless_both_have_their_own():
     ("args", "count", "why"),
     [
         ({"tensor_parallel_size": 2}, 1, "is 2, and 1 GPUs are present; lower it"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2, "is 4, and 2 GPUs"),
         ({"tensor_parallel_size": 2, "inference_gpu_ids": [1]}, 2, "is 2, and 1 GPUs"),
         ({"inference_gpu_ids": [0, 3]}, 2, "inference_gpu_ids: GPU 3 does not exist; this machine"),
         ({"trainer_gpu_ids": [2]}, 2, "trainer_gpu_ids: GPU 2 does not exist; this machine has 2"),

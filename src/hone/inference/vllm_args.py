@@ -24,8 +24,9 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_LOGPROBS = 20
 """Alternatives per token that the OpenAI API may request."""
 
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
-"""vLLM needs as many GPUs as their product."""
+TENSOR_PARALLEL = "tensor_parallel_size"
+"""Number of vLLM's GPUs."""
+SIZES = (TENSOR_PARALLEL, "pipeline_parallel_size")
 DTYPES = ("dtype", "kv_cache_dtype", "lora_dtype")
 """Arguments that must be hone's dtype, or `auto`, for which hone's dtype is used."""
 _READERS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
@@ -68,6 +69,10 @@ OWNED: dict[str, str] = {
     "data_parallel_size": _ONE,
     "nnodes": _ONE,
     "node_rank": _ONE,
+    "pipeline_parallel_size": (
+        "each stage of vLLM would hold a part of an adapter's layers, and no step could be published; "
+        f"use {TENSOR_PARALLEL}"
+    ),
     "worker_extension_cls": "hone's own one proves what is served; leave it out",
     "worker_cls": _CODE,
     "scheduler_cls": _CODE,
@@ -114,6 +119,7 @@ _SAME: dict[str, Any] = {
     "data_parallel_size": 1,
     "nnodes": 1,
     "node_rank": 0,
+    "pipeline_parallel_size": 1,
 }
 """Values of refused arguments that equal what hone sets anyway; null and false are accepted too."""
 

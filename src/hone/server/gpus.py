@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import ConfigError
-from hone.inference.vllm_args import INFERENCE_IDS, SIZES, TRAINER_IDS
+from hone.inference.vllm_args import INFERENCE_IDS, TENSOR_PARALLEL, TRAINER_IDS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/dev/nvidiactl")
@@ -43,16 +43,14 @@ def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> G
     Without inference_gpu_ids vLLM takes as many as it needs, from the server's device on. Without
     trainer_gpu_ids the learner takes the server's device.
     """
-    needed = 1
-    for key in SIZES:
-        needed *= int(args.get(key) or 1)
+    needed = int(args.get(TENSOR_PARALLEL) or 1)
     first = int((device or "").partition(":")[2] or 0)
     inference = _existing(args, INFERENCE_IDS, count)
     trainer = _existing(args, TRAINER_IDS, count)
     present = count if inference is None else len(inference)
     if needed > max(1, present):
         raise ConfigError(
-            f"engine_args: {' x '.join(SIZES)} is {needed}, and {present} GPUs are present; lower it"
+            f"engine_args.{TENSOR_PARALLEL} is {needed}, and {present} GPUs are present; lower it"
         )
     if trainer is not None and len(trainer) > 1:
         raise ConfigError(
