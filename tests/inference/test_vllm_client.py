@@ -613,3 +613,23 @@ async def test_a_lost_connection_breaks_no_engine_that_still_answers(
         await complete(engine, [1], Sampling(max_tokens=1))
     assert isinstance(engine.failure, EngineFailed)
     await engine.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_has_lost_its_adapters_has_failed(
+    vllm: tuple[Standin, str],
+    model: Path,
+    tmp_path: Path,
+    adapter: tuple[AdapterRef, Path],
+    *,
+    stream: bool,
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    await engine.publish(*adapter)
+    standin.loaded.clear()  # as after a restart
+    with pytest.raises(EngineFailed, match=r"no longer serves .*no such model"):
+        async for _ in engine.generate([1], Sampling(max_tokens=1), adapter[0], stream=stream):
+            pass
+    assert isinstance(engine.failure, EngineFailed)
+    await engine.close()

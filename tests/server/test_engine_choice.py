@@ -12,7 +12,7 @@ from tests.inference.test_vllm_client import Standin, served
 from tests.server.small_server import SmallServer
 from tests.server.small_server import spec as small_spec
 
-from hone.errors import ConfigError, EngineError
+from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.base import Sampling, complete
 from hone.models import machine
 from hone.server import engine_choice
@@ -239,6 +239,29 @@ async def test_a_running_vllm_serves_what_hone_trained(
     lines = [(one.getMessage(), getattr(one, "fields", None)) for one in caplog.records]
     says = "vLLM was started by others: a publish is proved by log-probabilities alone"
     assert lines.count((says, {"url": url})) == 1
+
+
+async def test_a_running_vllm_that_restarted_gets_its_adapters_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    root, standin = tmp_path / "hone", Standin()
+    async with SmallServer.started(root) as server:
+        await server.trained(tiny_model, 0)
+
+    async def ask() -> str:
+        async with server.serving.using("agent") as policy:
+            assert policy.adapter is not None and policy.step == 1
+            await complete(policy.base.engine, [1], Sampling(max_tokens=1), policy.adapter)
+            return policy.adapter.sha256
+
+    with served(standin) as url:
+        async with SmallServer.started(root, engine_url=url) as server:
+            registered(server, small_spec(tiny_model))
+            name = await ask()
+            standin.loaded.clear()
+            with pytest.raises(EngineFailed, match="no longer serves"):
+                await ask()
+            assert await ask() == name and list(standin.loaded) == [name]
 
 
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:

@@ -197,6 +197,10 @@ class VllmClient:
             message = content.decode(errors="replace")[:500]
         if response.status >= 500 and not await self._is_healthy():
             return await self.ended(message)
+        if response.status == 404 and self.url is not None and "prompt" in body:
+            # It was restarted without its adapters; the engine that replaces this one loads them.
+            self.fail(f"{self.url} no longer serves {body['model']} ({message})")
+            return self._end_error()
         if response.status == 400 and body.get("structured_outputs"):
             advice = "" if self.url is None else f" Start it with {GUIDANCE}."
             return GrammarError(f"vLLM refused the constraint: {message}.{advice}")
