@@ -1,5 +1,6 @@
 """Which GPUs vLLM and the learner get, down to their processes, and what they do on a shared one."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,9 +14,11 @@ import psutil
 import pytest
 import torch
 from tests.inference.conftest import write_vllm
+from tests.patience import PATIENCE_S
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import ConfigError, EngineError, ModelTooLarge
+from hone.inference.base import Sampling, complete
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models import fit, machine
@@ -416,6 +419,79 @@ async def test_requests_are_held_where_both_are_on_one_gpu(
         job = await server.ended(server.submit(record, token_groups()).id)
         assert job.state == "done", job.failure
         assert moments == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "other", "held"),
+    [
+        ({}, {"inference_gpu_ids": [1]}, {"trained"}),
+        ({}, {}, {"trained", "other"}),
+        # The learner is on GPU 0, which only the other engine uses.
+        ({"inference_gpu_ids": [1]}, {"inference_gpu_ids": [0]}, {"other"}),
+    ],
+)
+async def test_a_job_holds_the_requests_to_engines_on_its_gpu_only(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    trained: dict[str, Any],
+    other: dict[str, Any],
+    held: set[str],
+):
+    bases = {name: tmp_path / name for name in ("trained", "other")}
+    asleep: set[str] = set()
+    answered: list[str] = []
+
+    class Watched(EmbeddedEngine):
+        name = ""
+
+        async def sleep(self) -> None:
+            await super().sleep()
+            asleep.add(self.name)
+
+    def open_engine(path: str) -> Watched:
+        engine = Watched(Decoder.load(Path(path)), kv_budget_bytes=1 << 24)
+        engine.name = Path(path).name
+        return engine
+
+    async def ask(name: str) -> None:
+        async with server.serving.using(name, waits=True) as policy:
+            await complete(policy.base.engine, [1], Sampling(max_tokens=1), policy.adapter)
+        answered.append(name)
+
+    class Asking(Released):
+        """Sends a request to every engine that is not held while it trains."""
+
+        def train(self, *args: Any, **more: Any) -> Any:
+            for name in bases.keys() - held:
+                asyncio.run_coroutine_threadsafe(ask(name), loop).result(PATIENCE_S)
+            return super().train(*args, **more)
+
+    def start_learner(spec: LearnerSpec, **more: Any) -> Asking:
+        learner = Asking(spec.model_copy(update={"dtype": "float32"}), **more)
+        learner.moments = []
+        return learner
+
+    settings = Settings(
+        root=tmp_path / "hone", engine="vllm", engine_python=vllm, learner_threads=1
+    )
+    server = SmallServer(settings, around_open=lambda _: open_engine, start_learner=start_learner)
+    loop = asyncio.get_running_loop()
+    async with server.running():
+        for name, args in {"other": other, "trained": trained}.items():
+            shutil.copytree(tiny_model, bases[name])
+            model: ModelSpec = spec(bases[name], name=name, engine_args=args)
+            server.serving.register(model)
+            server.models.register(model)
+            await ask(name)
+        answered.clear()
+        record = server.models.find("trained")
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "done", job.failure
+        assert asleep == held and set(answered) == bases.keys() - held
+        for name in bases:
+            await ask(name)
 
 
 def test_a_model_that_fits_nowhere_is_refused_before_vllm_starts(

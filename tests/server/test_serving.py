@@ -504,15 +504,15 @@ async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None
 async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> None:
     await world.serving.engines.base(world.tiny)
     async with world.serving.engines.paused():
-        waiting = asyncio.create_task(world.serving.engines.ready())
+        waiting = asyncio.create_task(world.serving.engines.ready(world.tiny))
         await asyncio.sleep(0.01)
         assert not waiting.done()
     await waiting
     world.hold(0.05)
     async with world.serving.engines.paused():
         with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
-            await world.serving.engines.ready()
-    await world.serving.engines.ready()
+            await world.serving.engines.ready(world.tiny)
+    await world.serving.engines.ready(world.tiny)
 
 
 async def test_pauses_are_counted(world: World) -> None:
@@ -524,10 +524,28 @@ async def test_pauses_are_counted(world: World) -> None:
         async with world.serving.engines.paused():
             pass
         with pytest.raises(Unavailable):
-            await world.serving.engines.ready()
+            await world.serving.engines.ready(world.tiny)
         assert not engine._awake.is_set()
-    await world.serving.engines.ready()
+    await world.serving.engines.ready(world.tiny)
     assert engine._awake.is_set()
+
+
+async def test_a_base_model_that_is_not_paused_is_served_and_opened(
+    world: World, tmp_path: Path, tokenizer: Any
+) -> None:
+    engines, other = world.serving.engines, str(write_model(tmp_path / "other", tokenizer))
+    await engines.base(world.tiny)
+    world.hold(0.05)
+    async with asyncio.timeout(PATIENCE_S), engines.paused({other}):
+        await engines.ready(other)
+        assert (await engines.base(other)).engine is world.engines[other]
+        async with engines.paused({world.tiny, other}):
+            pass
+        with pytest.raises(Unavailable):
+            await engines.ready(world.tiny)
+        awake = {name: engine._awake.is_set() for name, engine in world.engines.items()}
+        assert awake == {world.tiny: False, other: True}
+    assert world.engines[world.tiny]._awake.is_set()
 
 
 async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> None:
@@ -623,7 +641,7 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
     (error,) = await asyncio.gather(training, return_exceptions=True)
     if ending == "does not sleep":
         assert isinstance(error, Unavailable) and "0.1 s (pause_s)" in str(error)
-    await world.serving.engines.ready()
+    await world.serving.engines.ready(world.tiny)
     assert engine._awake.is_set()
 
 

@@ -8,16 +8,16 @@ failure is detected: its requests have failed by then, and new ones wait for the
 engine that fails repeatedly is reopened at growing intervals; requests between two attempts are
 refused.
 
-While a job trains on the device that the engines use, they sleep and requests wait, up to a time
-limit. No engine is opened meanwhile: the learner has the memory. Pauses are counted: when the last
-one ends, for whatever reason, requests continue, even if an engine does not wake.
+While a job trains on the device that an engine uses, the engine sleeps and its requests wait, up to
+a time limit. It is not opened meanwhile: the learner has the memory. Pauses are counted: when the
+last one of an engine ends, for whatever reason, requests continue, even if it does not wake.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,8 @@ class _Usage:
     restart: asyncio.TimerHandle | None = None
     stats: tuple[float, EngineStats] | None = None
     """When its statistics were last written to engine.log, and which."""
+    switching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the engine goes to sleep or wakes: both take seconds, and two jobs may train."""
 
 
 class Engines:
@@ -70,12 +72,11 @@ class Engines:
         self._usage: dict[str, _Usage] = {}
         self.outdated: set[str] = set()
         """Base models whose engine is reopened with other arguments when no request uses it."""
-        self._pauses = 0
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
-        # Held while engines go to sleep or wake: both take seconds, and two base models may train.
-        self._switching = asyncio.Lock()
-        self._opening: set[asyncio.Task[Engine]] = set()
+        self._pauses: list[Collection[str]] = []
+        """For each pause, the base models that are not paused."""
+        self._resumed = asyncio.Event()
+        """Set at the end of a pause, and then replaced."""
+        self._opening: dict[asyncio.Task[Engine], str] = {}
 
     async def tokenizer(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
@@ -201,7 +202,7 @@ class Engines:
         self.replace_failed()
         reasons = [f"{n}: {u.part.reason}" for n, u in self._usage.items() if u.part.reason]
         failing = {"status": "restarting", "reason": "; ".join(reasons)}
-        paused = {} if self._unpaused.is_set() else {"paused": True}
+        paused = {"paused": True} if self._pauses else {}
         return (failing if reasons else {"status": "ok"}) | paused
 
     def _usage_of(self, base_model: str) -> _Usage:
@@ -221,11 +222,11 @@ class Engines:
             except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
                 log.error("an engine did not close", exc_info=error)
             usage.old = None
-        await self._unpaused.wait()  # until then, its memory may be the learner's
+        await self._unpaused(base_model)  # until then, its memory may be the learner's
         say("loading", base_model=base_model)
         opening = asyncio.create_task(self._open_or_close(base_model))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
+        self._opening[opening] = base_model
+        opening.add_done_callback(self._opening.pop)
         engine = await opening
         usage.opened_at = usage.used_at = time.monotonic()
         usage.part.reason = None  # earlier failures count until it has worked for STEADY_S
@@ -243,12 +244,12 @@ class Engines:
         )
 
     async def _open_or_close(self, base_model: str) -> Engine:
-        """An engine; asleep, like the others, if a pause began while it was opened."""
+        """An engine; asleep if a pause began while it was opened."""
         engine = await asyncio.to_thread(self._open_engine, base_model)
         try:
-            if self._pauses:
-                async with self._switching:
-                    if self._pauses:
+            if self._is_paused(base_model):
+                async with self._usage_of(base_model).switching:
+                    if self._is_paused(base_model):
                         await engine.sleep()
         except BaseException:
             await engine.close()  # nobody else has it
@@ -288,64 +289,75 @@ class Engines:
     # ---- pauses -----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
+    async def paused(self, served: Collection[str] = ()) -> AsyncIterator[None]:
         """Let running requests end; in the block, hold new ones and free the engines' KV cache.
 
-        Raises Unavailable, without a pause, if running requests and loads do not end within
-        `pause_s`.
+        Base models in `served` are not paused. Raises Unavailable, without a pause, if running
+        requests and loads do not end within `pause_s`.
         """
-        self._pauses += 1
-        self._unpaused.clear()
+        self._pauses.append(served)
         try:
-            await self._sleep()
+            await self._sleep(served)
             yield
         finally:
-            self._pauses -= 1
-            if not self._pauses:
-                self._unpaused.set()
-                # Shielded: a task that is cancelled here would leave engines asleep.
-                await asyncio.shield(self._wake())
+            self._pauses.remove(served)
+            self._resumed.set()
+            self._resumed = asyncio.Event()
+            # Shielded: a task that is cancelled here would leave engines asleep.
+            await asyncio.shield(self._wake(served))
 
-    async def _sleep(self) -> None:
+    def _is_paused(self, base_model: str) -> bool:
+        return any(base_model not in served for served in self._pauses)
+
+    async def _sleep(self, served: Collection[str]) -> None:
         pause_s, late = self._settings.pause_s, "an engine was still being loaded"
         try:
             async with asyncio.timeout(pause_s):
-                if self._opening:  # they need memory; no other begins before the end of the pause
-                    await asyncio.wait(self._opening)
-                async with self._switching:
-                    late = "answers were still being sampled"
-                    await asyncio.gather(*map(self._put_to_sleep, self.loaded().items()))
+                # They need memory; no other begins before the end of the pause.
+                if opening := [task for task, name in self._opening.items() if name not in served]:
+                    await asyncio.wait(opening)
+                late = "answers were still being sampled"
+                held = (base for name, base in self.loaded().items() if name not in served)
+                await asyncio.gather(*map(self._put_to_sleep, held))
         except TimeoutError:
             raise Unavailable(
                 f"serving could not be paused for training: {late} after {pause_s:g} s (pause_s). "
                 "Requests are served, and the job tries again."
             ) from None
 
-    async def _put_to_sleep(self, loaded: tuple[str, Base]) -> None:
+    async def _put_to_sleep(self, base: Base) -> None:
         """Free an engine's memory. One that fails has none; it is replaced after the pause."""
-        base_model, base = loaded
         try:
-            await base.engine.sleep()
+            async with self._usage_of(base.name).switching:
+                await base.engine.sleep()
         except EngineError:
             if base.engine.failure is None:
                 raise
-            self._check(base_model)
+            self._check(base.name)
 
-    async def _wake(self) -> None:
-        async with self._switching:
-            if self._pauses:  # another pause began; the engines wake when it ends
-                return
-            waking = (base.engine.wake() for base in self.loaded().values())
-            for error in await asyncio.gather(*waking, return_exceptions=True):
-                if isinstance(error, BaseException):
-                    log.error("an engine did not wake", exc_info=error)
+    async def _wake(self, served: Collection[str]) -> None:
+        async def wake(base: Base) -> None:
+            async with self._usage_of(base.name).switching:
+                if not self._is_paused(base.name):  # else it wakes when that pause ends
+                    await base.engine.wake()
 
-    async def ready(self) -> None:
-        """Wait until serving is not paused; raises Unavailable after `hold_s`."""
-        if self._unpaused.is_set():
+        held = (base for name, base in self.loaded().items() if name not in served)
+        waking = (wake(base) for base in held if not self._is_paused(base.name))
+        for error in await asyncio.gather(*waking, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("an engine did not wake", exc_info=error)
+
+    async def _unpaused(self, base_model: str) -> None:
+        while self._is_paused(base_model):
+            await self._resumed.wait()
+
+    async def ready(self, base_model: str) -> None:
+        """Wait until a base model is not paused; raises Unavailable after `hold_s`."""
+        if not self._is_paused(base_model):
             return
         try:
-            await asyncio.wait_for(self._unpaused.wait(), self._settings.hold_s)
+            async with asyncio.timeout(self._settings.hold_s):
+                await self._unpaused(base_model)
         except TimeoutError:
             raise Unavailable(
                 f"serving has been paused for training for {self._settings.hold_s:g} s; try again "

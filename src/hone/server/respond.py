@@ -141,10 +141,11 @@ async def admitted(
         state.metrics.running.track_inprogress(),
         state.conversations.history(scope.rollout) as history,
     ):
-        await serving.engines.ready()
         run = state.calls.run_of(scope.rollout)
         aliases = dict(scope.aliases)
-        async with serving.using(model, run=run, step=scope.step, aliases=aliases) as policy:
+        async with serving.using(
+            model, run=run, step=scope.step, aliases=aliases, waits=True
+        ) as policy:
             yield RequestContext(
                 state=state,
                 policy=policy,

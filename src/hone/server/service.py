@@ -333,18 +333,19 @@ class TrainingService:
 
     @asynccontextmanager
     async def _serving_paused(self, base_model: str) -> AsyncIterator[dict[str, float]]:
-        """Requests wait while the block runs, if so configured or if engine and learner share a GPU.
+        """Requests wait while the block runs: all if so configured, or those to engines on this GPU.
 
         Yields a mapping that holds the metric of how long, once the block has ended.
         """
         metrics: dict[str, float] = {}
         choice = self._settings.serving_during_training
-        gpus = await asyncio.to_thread(self._serving.choice.gpus, base_model)
-        if choice == "continue" or (choice is None and gpus.shared is None):
+        shares = await asyncio.to_thread(self._serving.on_gpu_of, base_model)
+        if choice == "continue" or (choice is None and not any(shares.values())):
             yield metrics
             return
+        served = {name for name, shared in shares.items() if not shared and choice is None}
         started = time.monotonic()
-        async with self._serving.engines.paused():
+        async with self._serving.engines.paused(served):
             yield metrics
         metrics["serve/held_s"] = time.monotonic() - started
 

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from hone.errors import Busy, Conflict, ModelNotFound, NotFound, UnknownModel
+from hone.errors import Busy, ConfigError, Conflict, ModelNotFound, NotFound, UnknownModel
 from hone.inference.base import AdapterRef, Engine
 from hone.logs import say
 from hone.models.find import canonical, find
@@ -105,13 +105,14 @@ class Serving:
         run: RunSpec | None = None,
         step: int | None = None,
         aliases: Mapping[str, str] | None = None,
+        waits: bool = False,
     ) -> AsyncIterator[Policy]:
         """The policy behind a name; its engine stays open and its adapter loaded in the block.
 
         NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name. Inside a run,
         the base model's name and the aliases refer to the newest step of the run's model. `step`
         replaces that newest step; names that contain a step keep theirs. `aliases` are those of the
-        rollout.
+        rollout. With `waits`, this waits until the engine is not paused.
         """
         target = (aliases or {}).get(name.removesuffix("@latest"), name)
         stem, suffix = _split(target)
@@ -120,6 +121,8 @@ class Serving:
             base_name, record, at = self._look_up(target, run, step)
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
+        if waits:
+            await self.engines.ready(base_name)
         base = await self.engines.base(base_name)
         with self.engines.using(base_name):
             adapter = None
@@ -269,6 +272,18 @@ class Serving:
         known = (record.spec.base_model for record in self._models.list())
         loaded = self.engines.loaded()
         return {name: name in loaded for name in sorted({*known, *loaded})}
+
+    def on_gpu_of(self, base_model: str) -> dict[str, bool]:
+        """Base models in use, and whether their engine is on the GPU of this one's learner. Blocking."""
+        trainer = self.choice.gpus(base_model).trainer
+
+        def shares(name: str) -> bool:
+            try:
+                return trainer in self.choice.gpus(name).inference
+            except ConfigError:  # it names GPUs that are not there, so its engine does not open
+                return False
+
+        return {name: shares(name) for name in self.base_models()}
 
     def served(
         self, run: RunSpec | None = None, aliases: Mapping[str, str] | None = None
