@@ -392,6 +392,24 @@ def test_arguments_registered_while_vllm_starts_open_it_again(
     assert changed == [True]
 
 
+def test_max_lora_rank_holds_the_adapters_of_every_registered_model(
+    state: State, python: Path
+) -> None:
+    vllm = choice(state, engine="vllm", engine_python=python)
+    with pytest.raises(ConfigError) as refused:
+        vllm.register(spec(rank=24, engine_args={"max_lora_rank": 16}), in_use=False)
+    assert str(refused.value) == (
+        "engine_args.max_lora_rank: 16 is below 24, the largest rank of a model on 'tiny'; set it to "
+        "32 or more, or leave it out"
+    )
+    large = spec(rank=24, engine_args={"max_lora_rank": 32})
+    vllm.register(large, in_use=False)
+    state.models.register(large)
+    with pytest.raises(ConfigError, match=r"engine_args\.max_lora_rank: 8 is below 24"):
+        vllm.register(spec("other", rank=4, engine_args={"max_lora_rank": 8}), in_use=False)
+    assert vllm._plan("tiny", None).args == {"max_lora_rank": 32}
+
+
 def test_a_larger_rank_fits_up_to_vllms_next_limit() -> None:
     plan = Plan({}, 9, 512)
     assert plan.covers(Plan({}, 16, 512)) and not plan.covers(Plan({}, 17, 512))

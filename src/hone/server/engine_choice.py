@@ -128,16 +128,22 @@ class EngineChoice:
     def register(self, spec: ModelSpec, in_use: bool) -> bool:
         """Register a model; returns whether the running engine must be reopened for it.
 
-        Raises ConfigError for more GPUs than there are, for layers that the learner cannot train, and
-        for an engine that cannot change now.
+        Raises ConfigError for more GPUs than there are, for layers that the learner cannot train, for
+        a max_lora_rank that is too small, and for an engine that cannot change now.
         """
         if not self.is_vllm:
             return False
         self._gpus(spec.engine_args)
         self._check_targets(spec)
         with self._lock:
-            opened = self._opened.get(spec.base_model)
-            changes = opened is not None and not opened.covers(self._plan(spec.base_model, spec))
+            opened, plan = self._opened.get(spec.base_model), self._plan(spec.base_model, spec)
+            if (limit := plan.args.get("max_lora_rank")) is not None and limit < plan.rank:
+                raise ConfigError(
+                    f"engine_args.max_lora_rank: {limit} is below {plan.rank}, the largest rank of a "
+                    f"model on {spec.base_model!r}; set it to {rank_limit(plan.rank)} or more, or "
+                    "leave it out"
+                )
+            changes = opened is not None and not opened.covers(plan)
             if changes and in_use:
                 raise ConfigError(
                     f"engine_args: vLLM is answering for {spec.base_model!r} with other "
