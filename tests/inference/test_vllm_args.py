@@ -153,7 +153,7 @@ def test_the_command_line() -> None:
         "--limit-mm-per-prompt": ['{"image": 0}'],
         "--cudagraph-capture-sizes": ["1", "2", "4"],
         "--max-loras": ["3"],
-        "--max-cpu-loras": ["10"],
+        "--max-cpu-loras": ["1024"],
         "--served-model-name": ["base"],
         "--generation-config": ["vllm"],
         "--logprobs-mode": ["processed_logprobs"],

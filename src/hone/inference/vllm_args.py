@@ -21,6 +21,9 @@ MIN_LORAS = 3
 """Adapters in one batch: with fewer, requests of the new step wait for those of the old one."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts as max_lora_rank."""
+MAX_CPU_LORAS = 1024
+"""Adapters that vLLM may keep in host memory. The server unloads those it does not need; vLLM must not
+drop one of the others, or it would read the files again while requests wait."""
 MAX_LOGPROBS = 20
 """Alternatives per token that the OpenAI API may request."""
 
@@ -209,8 +212,7 @@ def server_arguments(
         **({"enable_sleep_mode": True} if sleeps else {}),
         **{key: value for key, value in args.items() if key not in OWNED and key not in GPU_IDS},
         "max_loras": loras,
-        # One more than the server keeps: the next step is loaded before the oldest is unloaded.
-        "max_cpu_loras": max(loras, max_adapters + 2, int(args.get("max_cpu_loras") or 0)),
+        "max_cpu_loras": max(loras, max_adapters + 2, args.get("max_cpu_loras") or MAX_CPU_LORAS),
         "served_model_name": name,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
