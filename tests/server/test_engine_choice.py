@@ -12,7 +12,7 @@ from tests.inference.test_vllm_client import Standin, served
 from tests.server.small_server import SmallServer
 from tests.server.small_server import spec as small_spec
 
-from hone.errors import ConfigError, EngineError, EngineFailed
+from hone.errors import ConfigError, Conflict, EngineError, EngineFailed
 from hone.inference.base import Sampling, complete
 from hone.models import machine
 from hone.server import engine_choice
@@ -374,6 +374,32 @@ def test_a_model_without_a_length_keeps_the_longest(
         vllm.register(sent, in_use=False)
         state.models.register(sent)
     assert vllm._plan("tiny", None).max_length == 4096
+
+
+def test_a_refused_or_repeated_registration_does_not_reopen_vllm(
+    tmp_path: Path, python: Path, tiny_model: Path
+) -> None:
+    state = State(Settings(root=tmp_path / "root", engine="vllm", engine_python=python))
+    base, choice = str(tiny_model), state.serving.choice
+    agent = ModelSpec(name="agent", base_model=base, rank=8)
+    other = ModelSpec(name="other", base_model=base, engine_args={"max_num_seqs": 8})
+    try:
+        first, _ = registered(state, agent)
+        registered(state, other)
+        plan = choice._opened[base] = choice._plan(base, None)
+        assert plan == Plan({"max_num_seqs": 8}, 8, state.settings.max_seq_length)
+        with pytest.raises(Conflict, match="is registered with rank 8"):
+            registered(state, agent.model_copy(update={"rank": 64}))
+        assert state.serving.engines.outdated == set() and choice._plan(base, None) == plan
+        spelled = agent.model_copy(update={"base_model": f"{base}/"})  # the same model
+        with state.serving.engines.using(base):
+            assert registered(state, spelled) == (first, False)
+        assert registered(state, agent) == (first, False)
+        assert state.serving.engines.outdated == set() and choice._plan(base, None) == plan
+        registered(state, agent.model_copy(update={"engine_args": {"max_num_seqs": 4}}))
+        assert state.serving.engines.outdated == {base}
+    finally:
+        state.store.close()
 
 
 def test_arguments_registered_while_vllm_starts_open_it_again(

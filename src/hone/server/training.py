@@ -132,14 +132,18 @@ def _model_routes(state: State, router: APIRouter) -> None:
 
 
 def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
-    """Check and register a model; returns it, and whether it is new. Blocking."""
-    spec = checked_spec(spec, state.serving.choice.check_arg())
-    is_new = spec.key not in [known.key for known in state.models.list()]
-    if is_new:
+    """Check and register a model; returns it, and whether it is new. Blocking.
+
+    Clients register before every job: if nothing changed, the engine stays as it is.
+    """
+    spec, before = state.models.check(checked_spec(spec, state.serving.choice.check_arg()))
+    if before is None:
         check_path(spec)
         check_base_model(spec)
+    elif before.spec == spec:
+        return before, False
     state.serving.register(spec)
-    return state.models.register(spec), is_new
+    return state.models.register(spec), before is None
 
 
 def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:

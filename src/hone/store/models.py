@@ -63,14 +63,8 @@ class ModelStore:
 
     def register(self, spec: ModelSpec) -> ModelRecord:
         """Register a model. Idempotent. Raises Conflict if a fixed field changed."""
-        spec = spec.model_copy(update={"base_model": canonical(spec.base_model)})
         with self._store.transaction(durable=True) as db:
-            known = self.list()
-            before = next((record for record in known if record.key == spec.key), None)
-            if before is None:
-                check_name(spec, known)
-            else:
-                _check_same(before.spec, spec)
+            spec, before = self.check(spec)
             created_at = time.time() if before is None else before.created_at
             db.execute(
                 "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?)",
@@ -78,6 +72,20 @@ class ModelStore:
             )
         self.read_again()
         return ModelRecord(spec.key, spec, created_at)
+
+    def check(self, spec: ModelSpec) -> tuple[ModelSpec, ModelRecord | None]:
+        """The spec as `register` would store it, and the record that it would replace.
+
+        Raises Conflict if `register` would.
+        """
+        spec = spec.model_copy(update={"base_model": canonical(spec.base_model)})
+        known = self.list()
+        before = next((record for record in known if record.key == spec.key), None)
+        if before is None:
+            check_name(spec, known)
+        else:
+            _check_same(before.spec, spec)
+        return spec, before
 
     def get(self, key: ModelKey) -> ModelRecord:
         return self.find(str(key))
