@@ -11,6 +11,7 @@ from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open, group, job
 from tests.server.worlds import by_tokens
 
+from hone.errors import StorageError
 from hone.server.settings import Settings
 from hone.server.training import inference_url
 from hone.types import JobInfo, RecordedCall
@@ -318,6 +319,25 @@ async def test_the_same_key_and_request_are_the_same_job(api: Api):
     assert f"which made job {first.id!r}" in refusal["error"]["message"]
     assert (await api.submit()).id != first.id
     assert len(await api.ask("GET", JOBS)) == 2
+
+
+async def test_repeating_a_request_starts_a_job_that_was_queued_but_not_started(
+    open_api: Open, monkeypatch: pytest.MonkeyPatch
+):
+    api = await open_api()
+    await api.register()
+
+    def broken() -> None:
+        raise StorageError("state.sqlite: Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(api.state.service, "wake", broken)  # after the job is on disk
+        await api.refused(503, idempotency_key="k")
+    (queued,) = await api.ask("GET", JOBS)
+    assert queued["state"] == "queued"
+    repeated = await api.submit(idempotency_key="k")
+    assert repeated.id == queued["id"]
+    await api.ended(repeated)
 
 
 async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):

@@ -56,6 +56,7 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
         state.jobs.repeated, record.key, request.idempotency_key, sha256
     )
     if repeated is not None:
+        state.service.wake()  # the request that queued it may have failed before it did
         return repeated
     config = train_config(record.spec.defaults, request.config, "config")
     waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
