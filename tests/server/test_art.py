@@ -300,6 +300,31 @@ def test_a_failure_after_the_stream_began_breaks_the_body(art: ArtServer) -> Non
     assert art.step() == 0
 
 
+def test_a_job_is_answered_even_if_nothing_can_be_logged(
+    art: ArtServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    art.prepared()
+    logged = art.directory() / "trajectories" / "train"
+    logged.mkdir(parents=True)
+    (logged / "0000.jsonl").symlink_to("/dev/full")
+    (art.directory() / "history.jsonl").mkdir()  # cannot be written to
+    groups = art.groups()
+    (line,) = lines_of(art.post("/_train_model", art.training_call(groups)))
+    assert line["num_gradient_steps"] == 1 and art.step() == 1
+    (job,) = art.state.jobs.list()  # a client that gets an error trains a second time
+    warnings = [record for record in caplog.records if "not logged" in record.getMessage()]
+    assert [record.getMessage() for record in warnings] == [
+        "ART: the trajectories of a job, or their means, were not logged",
+        "ART: the metrics of a job were not logged",
+    ]
+    for record, reason in zip(warnings, ("DiskFull", "StorageError"), strict=True):
+        fields: dict[str, str] = record.__dict__["fields"]
+        assert fields["job"] == job.id and fields["reason"].startswith(f"{reason}: {logged.root}")
+    # A call that only logs may be repeated.
+    body = {"model": model(art.base), "trajectory_groups": groups, "split": "val"}
+    assert art.post("/_log", body).status_code == 503
+
+
 def test_a_client_that_leaves_does_not_take_its_job_with_it(art: ArtServer) -> None:
     art.prepared()
     Learner.go_on.clear()

@@ -13,7 +13,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -213,8 +214,19 @@ async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     )
     step = await asyncio.to_thread(_step, state, record.key)
     job = await submit(state, run, request, head.sha256)
-    await _log(state, run, record.key, "train", step)
+    with _warning("the trajectories of a job, or their means, were not logged", job):
+        await _log(state, run, record.key, "train", step)
     return job
+
+
+@contextmanager
+def _warning(what: str, job: JobInfo) -> Iterator[None]:
+    """Log a failure inside the block as a warning: after an error, the client would train again."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  whatever it is: the job is queued, or done
+        reason = f"{type(error).__name__}: {error}"
+        say(f"ART: {what}", level=logging.WARNING, job=job.id, model=job.model, reason=reason)
 
 
 async def _log(state: State, run: Run, key: ModelKey, split: str, step: int) -> None:
@@ -247,7 +259,8 @@ async def _lines(state: State, job: JobInfo, sent: job_tasks.Head) -> AsyncItera
         elif event.type == "done":
             ended = await asyncio.to_thread(state.jobs.get, job.id)
             steps = int(ended.metrics.get("learn/optimizer_steps", 0))
-            await asyncio.to_thread(_log_job, state, ended, sent)
+            with _warning("the metrics of a job were not logged", ended):
+                await asyncio.to_thread(_log_job, state, ended, sent)
             _warn_if_stale(ended)
             for _ in range(sent_lines, steps - 1):
                 yield _line(steps, rate)
