@@ -156,6 +156,20 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_503_and_stays(
     assert answer.status_code == 200, answer.text
 
 
+async def test_a_job_reads_no_older_step_than_the_one_it_starts_from(
+    tiny_model: Path, tmp_path: Path
+):
+    async with SmallServer.started(tmp_path / "hone") as server:
+        await server.trained(tiny_model, 0)
+        unreadable(server.checkpoints.get(KEY, 0).path / "manifest.json")
+        job = server.submit(server.models.find("agent"), token_groups(first=20))
+        server.service.wake()
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in server.jobs.follow(job.id):
+                assert event is None or "waiting_for" not in event.data, event
+        assert server.jobs.get(job.id).step == 2
+
+
 # ---- the engine -------------------------------------------------------------------------------
 
 

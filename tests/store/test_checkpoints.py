@@ -79,19 +79,20 @@ def test_an_unproved_step_is_nobodys_newest_until_it_is_promoted(checkpoints: Ch
     assert checkpoints.newest(KEY) == four[3]
     with pytest.raises(NotFound, match=r"step 4 of model 'default/agent' does not exist. Steps: 0"):
         checkpoints.get(KEY, 4)
-    assert checkpoints.of_job(KEY, "job-4") == saved
-    assert checkpoints.of_job(KEY, "job-5") is None
+    assert checkpoints.of_job(KEY, "job-4", 4) == saved
+    assert checkpoints.of_job(KEY, "job-5", 4) is None
+    assert checkpoints.of_job(KEY, "job-4", 5) is None
     promoted = checkpoints.promote(saved)
     assert promoted.proved and promoted.path.name == "0004"
-    assert checkpoints.newest(KEY) == promoted == checkpoints.of_job(KEY, "job-4")
+    assert checkpoints.newest(KEY) == promoted == checkpoints.of_job(KEY, "job-4", 4)
     assert checkpoints.promote(promoted) == promoted  # twice does no harm
 
 
 def test_what_a_failed_job_left_is_not_used_and_is_written_over(checkpoints: Checkpoints, four):
     for attempt in ("first", "second"):
         saved = checkpoints.write(KEY, 4, filler(attempt), proved=False, job=attempt)
-        assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt) == saved
-    assert checkpoints.of_job(KEY, "first") is None
+        assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt, 4) == saved
+    assert checkpoints.of_job(KEY, "first", 4) is None
     assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003", "0004.unproved"]
     assert checkpoints.promote(saved) == checkpoints.newest(KEY)
 
@@ -185,7 +186,7 @@ def test_without_a_free_descriptor_no_step_seems_to_be_missing(checkpoints: Chec
             with pytest.raises(StorageError, match="Too many open files"):
                 read(KEY)
         with pytest.raises(StorageError, match="Too many open files"):
-            checkpoints.of_job(KEY, "job-1")
+            checkpoints.of_job(KEY, "job-1", 3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
@@ -261,6 +262,9 @@ def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints,
     assert checkpoints.best(KEY) == 1  # and that of step 2 is 0.75, as of step 3
     checkpoints.delete(KEY, [1])
     assert checkpoints.best(KEY) == 2  # of equal ones the first, as in a run's report
+    damage_manifest(four[2].path)
+    unreadable(four[0].path / "manifest.json")  # not read, because another one is better
+    assert checkpoints.best(KEY) == 3
 
 
 def test_a_value_may_replace_what_was_logged_before(checkpoints: Checkpoints, four):
@@ -315,7 +319,7 @@ def test_killed_at_any_point_there_is_the_old_step_or_the_new(
     )
     assert dying.returncode == -9, name
     reopened = Checkpoints(checkpoints.root)
-    newest, saved = reopened.newest(KEY), reopened.of_job(KEY, "job-4")
+    newest, saved = reopened.newest(KEY), reopened.of_job(KEY, "job-4", 4)
     assert newest is not None
     assert newest.step == (4 if name == "checkpoint/after-promote" else 3)
     written = ("after-rename", "before-promote", "after-promote")

@@ -195,7 +195,7 @@ class TrainingService:
         # Loading comes after it, so that a load that exhausts memory counts as an attempt.
         record = await asyncio.to_thread(self._models.find, job.model)
         newest, tokenizer = await self._newest(record)
-        checkpoint = await asyncio.to_thread(checkpoints.of_job, record.key, job.id)
+        checkpoint = await asyncio.to_thread(self._saved, job)
         pin = None
         if checkpoint is None:
             pin = await asyncio.to_thread(self._stages.pin, newest, record.spec, tokenizer)
@@ -238,9 +238,15 @@ class TrainingService:
 
     # ---- the stages of a job, in order ------------------------------------------------------
 
+    def _saved(self, job: JobInfo) -> Checkpoint | None:
+        """The step that an earlier attempt saved: the one after the step it started from."""
+        if job.base_step is None:  # never taken
+            return None
+        return self._checkpoints.of_job(job.key, job.id, job.base_step + 1)
+
     def _has_checkpoint(self, job: JobInfo) -> bool:
         try:
-            return self._checkpoints.of_job(job.key, job.id) is not None
+            return self._saved(job) is not None
         except StorageError:  # unknown for now: assume that there is one
             return True
 

@@ -224,10 +224,10 @@ class Checkpoints:
         what = f"is corrupted ({wrong})" if checkpoint else "does not exist"
         raise NotFound(f"step {step} of model {str(key)!r} {what}. Steps: {steps}.")
 
-    def of_job(self, key: ModelKey, job_id: str) -> Checkpoint | None:
-        """The step that a job wrote, proved or not."""
-        unproved = [self._read(key, step, UNPROVED) for step in self._steps(key, UNPROVED)]
-        for checkpoint in (*unproved, *reversed(self.list(key))):
+    def of_job(self, key: ModelKey, job_id: str, step: int) -> Checkpoint | None:
+        """A step if the job wrote it, proved or not. Other steps are not read."""
+        for suffix in (UNPROVED, ""):
+            checkpoint = self._read(key, step, suffix)
             if checkpoint is not None and checkpoint.manifest.get("job") == job_id:
                 return None if self._wrong(checkpoint) else checkpoint
         return None
@@ -281,15 +281,16 @@ class Checkpoints:
             total = sum(values[step]) / len(values[step]) + (1 - smoothing) * total
             weight = 1 + (1 - smoothing) * weight
             smoothed[step] = total / weight
-        have = {checkpoint.step for checkpoint in self.list(key)}
-        return max(smoothed.keys() & have, key=lambda step: (smoothed[step], -step), default=None)
+        have = smoothed.keys() & set(self._steps(key))
+        ranked = sorted(have, key=lambda step: (-smoothed[step], step))
+        return next((step for step in ranked if self._read(key, step) is not None), None)
 
     # ---- one directory ----------------------------------------------------------------------
 
     def _directory(self, key: ModelKey, step: int, suffix: str = "") -> Path:
         return self.model_dir(key) / "checkpoints" / f"{step:04d}{suffix}"
 
-    def _steps(self, key: ModelKey, suffix: str = "") -> Steps:
+    def _steps(self, key: ModelKey) -> Steps:
         """The steps that have a directory, ascending. Not by `glob`, which hides errors."""
         parent = self.model_dir(key) / "checkpoints"
         try:
@@ -297,8 +298,7 @@ class Checkpoints:
                 names = os.listdir(parent)
         except FileNotFoundError:
             return []
-        stems = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
-        return sorted(int(stem) for stem in stems if _STEP.fullmatch(stem))
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
     def _clear(self, parent: Path) -> None:
         """Create the directory of a model's steps, or remove unfinished writes from it."""
