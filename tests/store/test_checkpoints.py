@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hone import disk
 from hone.errors import ConfigError, DiskFull, NotFound, StorageError
+from hone.store import checkpoints as checkpoints_module
 from hone.store.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
 from hone.types import ModelKey
 
@@ -88,6 +90,27 @@ def test_an_unproved_step_is_nobodys_newest_until_it_is_promoted(checkpoints: Ch
     assert checkpoints.promote(promoted) == promoted  # twice does no harm
 
 
+def test_the_files_of_a_step_are_hashed_once_per_process(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    hashed: list[str] = []
+
+    def sha256_of(path: Path) -> str:
+        hashed.append(path.name)
+        return disk.sha256_of(path)
+
+    monkeypatch.setattr(checkpoints_module, "sha256_of", sha256_of)
+    saved = checkpoints.write(KEY, 0, filler("step 0"), proved=False, job="job-0")
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert checkpoints.of_job(KEY, "job-0", 0) == saved and hashed == files
+    promoted = checkpoints.promote(saved)
+    assert checkpoints.newest(KEY) == promoted and hashed == files
+    assert Checkpoints(checkpoints.root).newest(KEY) == promoted
+    assert hashed == 2 * files  # a new process trusts nothing
+    damage_file(promoted.path)
+    assert checkpoints.newest(KEY) is None
+
+
 def test_what_a_failed_job_left_is_not_used_and_is_written_over(checkpoints: Checkpoints, four):
     for attempt in ("first", "second"):
         saved = checkpoints.write(KEY, 4, filler(attempt), proved=False, job=attempt)
@@ -100,6 +123,7 @@ def test_what_a_failed_job_left_is_not_used_and_is_written_over(checkpoints: Che
 def damage_file(path: Path) -> None:
     file = path / "adapter_model.safetensors"
     file.write_text(file.read_text().replace("s", "z"))  # same size
+    os.utime(file, ns=(0, 0))  # writes within a few milliseconds may have the same time
 
 
 def damage_manifest(path: Path) -> None:

@@ -80,6 +80,7 @@ class Checkpoints:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._verified: dict[Path, object] = {}
+        """The hashes and stats of steps whose files this process has hashed. A rename keeps both."""
         self._moving = threading.RLock()
         """Held while steps are renamed, so that no two threads move the same one."""
 
@@ -129,7 +130,9 @@ class Checkpoints:
                 }
                 filled = Checkpoint(key, step, partial, sha256, dict(content))
                 with nullcontext() if meanwhile is None else meanwhile(filled):
-                    content["files"] = {f.name: sha256_of(f) for f in sorted(partial.iterdir())}
+                    names = sorted(os.listdir(partial))
+                    stats = _stats(partial, names)  # before hashing, as in `_wrong`
+                    content["files"] = {name: sha256_of(partial / name) for name in names}
                     (partial / MANIFEST).write_text(
                         json.dumps(content, indent=2) + "\n", encoding="utf-8"
                     )
@@ -142,6 +145,7 @@ class Checkpoints:
                 raise
             failpoint("checkpoint/before-rename")
             move(partial, target)
+        self._verified[target] = content["files"], stats
         failpoint("checkpoint/after-rename")
         return Checkpoint(key, step, target, sha256, content)
 
@@ -153,6 +157,7 @@ class Checkpoints:
         failpoint("checkpoint/before-promote")
         with storage(target):
             move(checkpoint.path, target)
+        self._verified[target] = self._verified.pop(checkpoint.path, None)
         failpoint("checkpoint/after-promote")
         return replace(checkpoint, path=target)
 
@@ -328,8 +333,7 @@ class Checkpoints:
         path, files = checkpoint.path, checkpoint.manifest["files"]
         try:
             with storage(path):
-                stats = [(path / name).stat() for name in files]
-                seen = (files, [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats])
+                seen = files, _stats(path, files)
                 if self._verified.get(path) == seen:
                     return None
                 for name, sha256 in files.items():
@@ -348,6 +352,12 @@ class Checkpoints:
         with storage(path):
             move(path, target)
         return target
+
+
+def _stats(directory: Path, names: Iterable[str]) -> list[tuple[int, int, int]]:
+    """What differs once a file has been changed."""
+    stats = [(directory / name).stat() for name in names]
+    return [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
 # ---- logged trajectories ------------------------------------------------------------------------
