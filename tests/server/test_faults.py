@@ -170,6 +170,32 @@ async def test_a_job_reads_no_older_step_than_the_one_it_starts_from(
         assert server.jobs.get(job.id).step == 2
 
 
+async def test_jobs_of_other_models_do_not_wait_for_a_checkpoint_that_cannot_be_read(
+    tiny_model: Path, tmp_path: Path
+):
+    async with SmallServer.started(tmp_path / "hone") as server:
+        await server.trained(tiny_model, 0)
+        agent, other = (
+            server.models.find("agent"),
+            server.models.register(spec(tiny_model, "other")),
+        )
+        manifest = server.checkpoints.get(KEY, 1).path / "manifest.json"
+        unreadable(manifest)
+        waiting = [server.submit(agent, token_groups(first=first)) for first in (10, 20)]
+        ready = [server.submit(other, token_groups(first=first)) for first in (10, 20)]
+        for job, step in zip(ready, (1, 2), strict=True):
+            ended = await server.ended(job.id)
+            assert (ended.state, ended.step) == ("done", step), ended
+        first, second = (server.jobs.get(job.id) for job in waiting)
+        assert first.state == second.state == "queued" and second.waiting_for is None
+        assert "cannot be read" in (first.waiting_for or "")
+        status = await health(server)
+        assert "StorageError" in status["parts"]["training"]["reason"]
+        readable_again(manifest)
+        for job, step in zip(waiting, (2, 3), strict=True):  # in their order
+            assert (await server.ended(job.id)).step == step
+
+
 # ---- the engine -------------------------------------------------------------------------------
 
 

@@ -147,6 +147,14 @@ def test_jobs_of_a_base_are_taken_in_order(queue, agent, store):
         queue.take(first.id, PIN)
 
 
+def test_a_job_that_waits_holds_up_only_its_own_model(queue, agent, store):
+    other = ModelStore(store).register(ModelSpec(name="other", base_model="tiny"))
+    first, _, third = add(queue, agent), add(queue, agent), add(queue, other)
+    assert queue.oldest("tiny", {third.id}).id == first.id
+    assert queue.oldest("tiny", {first.id}).id == third.id
+    assert queue.oldest("tiny", {first.id, third.id}) is None
+
+
 def test_a_second_attempt_may_keep_its_pin(queue, agent):
     job = reach(queue, add(queue, agent), "running")
     queue.move(job.id, "queued")

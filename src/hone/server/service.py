@@ -71,6 +71,8 @@ class _Loop:
     job: str | None = None
     """Id of the running job."""
     part: Part = field(default_factory=lambda: Part("training loop"))
+    retry_at: dict[str, float] = field(default_factory=dict)
+    """By job id: when a job that could not run is tried again. Other models' jobs run meanwhile."""
 
 
 class TrainingService:
@@ -167,9 +169,10 @@ class TrainingService:
         """Run jobs one after another until the server stops; no failure ends the loop."""
         while not self._closing:
             loop.woken.clear()
-            job, wait_s = None, 0.0
+            job, wait_s, now = None, 0.0, time.monotonic()
+            loop.retry_at = {id: at for id, at in loop.retry_at.items() if at > now}
             try:
-                job = await asyncio.to_thread(self._jobs.oldest, base_model)
+                job = await asyncio.to_thread(self._jobs.oldest, base_model, loop.retry_at)
                 if job is not None:
                     loop.job = job.id
                     with self._serving.engines.using(base_model):
@@ -178,14 +181,18 @@ class TrainingService:
                         finally:
                             if (probing := self._probing.pop(job.id, None)) is not None:
                                 probing.cancel()
-                loop.part.recover()
+                if not loop.retry_at:
+                    loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
                 ended = (self._stages.fail_or_requeue, loop.part, job, error)
                 wait_s = await asyncio.to_thread(*ended, closing=self._closing)
             loop.job = None
-            if job is None or wait_s:
+            if job is None:
+                wait_s = wait_s or min(loop.retry_at.values(), default=now) - now
                 with suppress(TimeoutError):
                     await asyncio.wait_for(loop.woken.wait(), wait_s or None)
+            elif wait_s:
+                loop.retry_at[job.id] = time.monotonic() + wait_s
 
     async def _train(self, job: JobInfo) -> None:
         """One job, from the queue to its end."""

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from sqlite3 import Connection
@@ -138,11 +138,17 @@ class JobStore(JobEvents):
         """Number of queued jobs, by base model."""
         return dict(Counter(job.base_model for job in self.list(state="queued", limit=-1)))
 
-    def oldest(self, base_model: str) -> JobInfo | None:
-        """The first queued job of a base model, after the writes that a failing disk refused."""
+    def oldest(self, base_model: str, waiting: Container[str] = ()) -> JobInfo | None:
+        """The first queued job of a base model, after the writes that a failing disk refused.
+
+        A job whose id is in `waiting` is passed over, with all later ones of its model.
+        """
         self.write_pending()
-        queued = reversed(self.list(state="queued", limit=-1))
-        return next((job for job in queued if job.base_model == base_model), None)
+        first: dict[str, JobInfo] = {}
+        for job in reversed(self.list(state="queued", limit=-1)):
+            if job.base_model == base_model:
+                first.setdefault(job.model, job)
+        return next((job for job in first.values() if job.id not in waiting), None)
 
     def repeated(
         self, model: ModelKey, idempotency_key: str | None, request_sha256: str
