@@ -247,9 +247,8 @@ class TrainingService:
 
     def _saved(self, job: JobInfo) -> Checkpoint | None:
         """The step that an earlier attempt saved: the one after the step it started from."""
-        if job.base_step is None:  # never taken
-            return None
-        return self._checkpoints.of_job(job.key, job.id, job.base_step + 1)
+        at = job.base_step  # None: it was never taken
+        return None if at is None else self._checkpoints.of_job(job.key, job.id, at + 1)
 
     def _has_checkpoint(self, job: JobInfo) -> bool:
         try:
@@ -348,7 +347,7 @@ class TrainingService:
     async def _serving_paused(self, base_model: str) -> AsyncIterator[dict[str, float]]:
         """Requests wait while the block runs: all if so configured, or those to engines on this GPU.
 
-        Yields a mapping that holds the metric of how long, once the block has ended.
+        Yields a mapping, which has the metric of how long after the block.
         """
         metrics: dict[str, float] = {}
         choice = self._settings.serving_during_training
@@ -357,10 +356,10 @@ class TrainingService:
             yield metrics
             return
         served = {name for name, shared in shares.items() if not shared and choice is None}
-        started = time.monotonic()
+        began = time.monotonic()
         async with self._serving.engines.paused(served):
             yield metrics
-        metrics["serve/held_s"] = time.monotonic() - started
+        metrics["serve/held_s"] = time.monotonic() - began
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or job.id in self._jobs.cancelling:
