@@ -160,8 +160,9 @@ class HoneWorker:
 def _follow_slots(manager: Any) -> None:
     """Let a batch look up the slots of its adapters again after an adapter has got one.
 
-    vLLM 0.20.2 looks them up only if the batch changes (0.32 does it always). Loading an adapter while all slots are
-    used moves the others, and running requests would be computed with the wrong ones.
+    vLLM 0.20.2 looks them up only if the batch changes (0.32 does it always). Loading an adapter
+    while all slots are used moves the others, and running requests would be computed with the wrong
+    ones.
     """
     if hasattr(manager, "_last_slot_layout") or "activate_adapter" in vars(manager):
         return  # this vLLM does it, or it is done
