@@ -1,13 +1,19 @@
 """The proof of publish: slope, noise and hash, each with numbers worked out by hand."""
 
+import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import PATIENCE_S
+from tests.server.small_server import SmallServer, spec, token_groups
 
 from hone.errors import NotProved
 from hone.inference.base import Probe
+from hone.inference.embedded import EmbeddedEngine
+from hone.models.decoder import Decoder
 from hone.server.proof import prove
 
 NEW, OLD = "ab" * 32, "cd" * 32
@@ -328,3 +334,31 @@ def test_certain_tokens_do_not_hide_how_far_the_others_moved(times: float, good:
     else:
         with pytest.raises(NotProved, match="must lie in"):
             prove(movement, before, after, NEW)
+
+
+async def test_a_proof_that_other_requests_hold_up_is_tried_again(tiny_model: Path, tmp_path: Path):
+    class Held(EmbeddedEngine):
+        holds = True
+
+        async def probe(
+            self, sequences: Any, adapter: Any = None, *, with_hash: bool = True
+        ) -> Probe:
+            if Held.holds and with_hash:  # of the new step
+                await asyncio.Event().wait()
+            return await super().probe(sequences, adapter, with_hash=with_hash)
+
+    def held(name: str) -> Held:
+        return Held(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+
+    root = tmp_path / "hone"
+    async with SmallServer.started(root, open_engine=held, pause_s=0.5) as server:
+        job = server.submit(server.models.register(spec(tiny_model)), token_groups())
+        server.service.wake()
+        async with asyncio.timeout(PATIENCE_S):
+            while (why := server.jobs.get(job.id).waiting_for) is None:
+                last = server.jobs.events(job.id, limit=-1)[-1].id
+                await server.jobs.wait_event(job.id, last, 1.0)
+        assert "within 0.5 s (pause_s)" in why and "raise engine_args.max_loras" in why
+        Held.holds = False
+        ended = await server.ended(job.id)
+    assert (ended.state, ended.step, ended.attempts) == ("done", 1, 1)

@@ -13,13 +13,14 @@ the engine computes from its own tensors, decides, and the verdict says so. An e
 read its tensors is proved by log-probabilities alone, or not at all; the verdict says which.
 """
 
+import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from hone.errors import NotProved
+from hone.errors import NotProved, Unavailable
 from hone.inference.base import Probe
 
 SLOPE = (0.5, 1.5)
@@ -49,6 +50,22 @@ class Proof:
     """Slope of the engine's movement against the learner's; None if noise hides it."""
     tokens: int
     """Number of tokens compared."""
+
+
+async def probed(
+    before: Awaitable[Probe], after: Awaitable[Probe], *, pause_s: float
+) -> tuple[Probe, Probe]:
+    """Both probes of the engine; raises Unavailable if other requests keep it from them."""
+    try:
+        async with asyncio.timeout(pause_s):
+            old, new = await asyncio.gather(before, after)
+            return old, new
+    except TimeoutError:
+        raise Unavailable(
+            f"the engine did not compute the log-probabilities of the proof within {pause_s:g} s "
+            "(pause_s); the job tries again. If requests of several models keep vLLM busy, raise "
+            "engine_args.max_loras"
+        ) from None
 
 
 def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str) -> Proof:

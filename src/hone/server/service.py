@@ -32,7 +32,7 @@ from hone.inference.base import AdapterRef, Probe
 from hone.logs import say
 from hone.server.job_stages import JobStages
 from hone.server.learners import Learners, StartLearner
-from hone.server.proof import prove
+from hone.server.proof import probed, prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part
@@ -387,9 +387,8 @@ class TrainingService:
         self, job: JobInfo, base: Base, checkpoint: Checkpoint, after: AdapterRef
     ) -> None:
         movement = checkpoint.manifest["movement"]
-        old, new = await asyncio.gather(
-            self._probing[job.id], base.engine.probe(movement["sequences"], after)
-        )
+        probing = self._probing[job.id], base.engine.probe(movement["sequences"], after)
+        old, new = await probed(*probing, pause_s=self._settings.pause_s)
         try:
             proof = prove(movement, old, new, checkpoint.sha256)
         except NotProved:

@@ -76,8 +76,8 @@ class Settings(Strict):
     """Seconds that a request waits while serving is paused or its engine loads; then it gets
     503."""
     pause_s: float = Field(default=600.0, gt=0)
-    """Seconds that a job waits for running requests to end, if serving pauses for it. After that,
-    serving continues and the job tries again later."""
+    """Seconds that a job waits for running requests to end, if serving pauses for it, and for the
+    proof of its step. After that, serving continues and the job tries again later."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Maximum size of a request body; a larger one gets 413 before it is read."""
     max_small_body_bytes: int = Field(default=2**20, gt=0)
