@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -146,7 +147,11 @@ def test_a_server_on_the_same_root_is_shared_where_that_is_asked_for(tmp_path: P
         third.start()
         assert third.lost() is None
     assert not (tmp_path / "server.json").exists()
-    with pytest.raises(ServerError, match="which another command had started, has ended"):
+    ended = pytest.raises(ServerError, match="which another command had started, has ended")
+    with socket.socket() as taken, ended:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Bound, so that no other test's server gets this port; nothing answers there.
+        taken.bind(("127.0.0.1", int(third.base_url.rpartition(":")[2])))
         asyncio.run(third.health())
 
 
