@@ -541,7 +541,7 @@ async def test_workers_die_with_their_server(model: Path, logs: Path) -> None:
     arguments += ["--enable-lora", *(["--gpu-memory-utilization", "0.2"] if ON_GPU else [])]
     stages: list[str] = []
     process.start(require_vllm(PYTHON), arguments, tell=stages.append)
-    assert {"loads the weights", "has allocated its KV cache"} <= set(stages)
+    assert {"vLLM loads the weights", "vLLM has allocated its KV cache"} <= set(stages)
     pid = process.pid
     assert pid is not None and process.failure is None
     try:
