@@ -10,6 +10,7 @@ whole prompt. A step is forward, backward, clipping and AdamW; hone's time holds
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -139,43 +140,54 @@ def _rounds(
 
 def _bodies(setting: Setting, ours: Contender, shape: TrainShape) -> Iterator[Result]:
     """hone's own decoder and the transformers model, as the learner's body."""
-    speeds: dict[str, list[float]] = {"decoder": [], "transformers": []}
     with start_ours(setting, env={BODY: "transformers"}) as other:
-        for number in range(-1, setting.repeats):
-            made = groups(setting.encode, shape, seed=number)
-            for body, contender in (("decoder", ours), ("transformers", other)):
-                speed = _tokens_per_s(ask_ours(contender, "train", made), shape)
-                setting.say(f"train: body, round {number}, {body}: {speed:.0f} tokens/s")
-                if number >= 0:
-                    speeds[body].append(speed)
+        decoder, transformers = _in_turn(
+            setting,
+            shape,
+            partial(ask_ours, ours, "train"),
+            partial(ask_ours, other, "train"),
+            what="decoder and transformers",
+        )
     yield result(
         "train/body",
-        speeds["decoder"],
+        decoder,
         "tokens/s",
         peer="hone, the transformers model as its body",
-        peer_runs=speeds["transformers"],
+        peer_runs=transformers,
     )
 
 
 def _nothing_shared(setting: Setting, ours: Contender, shape: TrainShape) -> Iterator[Result]:
-    speeds: dict[str, list[float]] = {"train": [], "packed": []}
+    trie, packed = _in_turn(
+        setting,
+        shape,
+        partial(ask_ours, ours, "train", baseline="batch"),
+        partial(ask_ours, ours, "packed", baseline="batch"),
+        what="nothing shared, trie and plain packing",
+    )
+    yield result(
+        "train/nothing-shared",
+        trie,
+        "tokens/s",
+        peer="plain packing, same decoder",
+        peer_runs=packed,
+        goal=("ratio", ">=", 0.95),
+    )
+
+
+def _in_turn(
+    setting: Setting, shape: TrainShape, *asks: Callable[[list[Any]], dict[str, Any]], what: str
+) -> tuple[list[float], ...]:
+    """Tokens/s of each, in every round but the first, which warms up."""
+    speeds: tuple[list[float], ...] = tuple([] for _ in asks)
     for number in range(-1, setting.repeats):
         made = groups(setting.encode, shape, seed=number)
         # Who comes first changes every round: the second finds warmer caches.
-        for do in ("train", "packed") if number % 2 else ("packed", "train"):
-            answer = ask_ours(ours, do, made, baseline="batch")
-            speed = _tokens_per_s(answer, shape)
-            setting.say(f"train: nothing shared, round {number}, {do}: {speed:.0f} tokens/s")
-            if number >= 0:
-                speeds[do].append(speed)
-    yield result(
-        "train/nothing-shared",
-        speeds["train"],
-        "tokens/s",
-        peer="plain packing, same decoder",
-        peer_runs=speeds["packed"],
-        goal=("ratio", ">=", 0.95),
-    )
+        for ask, mine in list(zip(asks, speeds, strict=True))[:: 1 if number % 2 else -1]:
+            mine.append(_tokens_per_s(ask(made), shape))
+        newest = ", ".join(f"{mine[-1]:.0f}" for mine in speeds)
+        setting.say(f"train: {what}, round {number}: {newest} tokens/s")
+    return tuple(mine[1:] for mine in speeds)
 
 
 def _tokens_per_s(answer: dict[str, Any], shape: TrainShape) -> float:

@@ -345,11 +345,9 @@ class Serving:
                 self._idle.set()
 
     def register(self, spec: ModelSpec) -> None:
-        """Check a model's engine_args; an engine with different ones is reopened. Blocking."""
-        base_model = canonical(spec.base_model)
-        spec = spec.model_copy(update={"base_model": base_model})
-        if self.choice.register(spec, self.engines.in_use(base_model)):
-            self.engines.outdated.add(base_model)
+        """Check the engine_args of a model as it is stored; reopen an engine with others. Blocking."""
+        if self.choice.register(spec, self.engines.in_use(spec.base_model)):
+            self.engines.outdated.add(spec.base_model)
 
     async def close(self) -> None:
         """Close every engine and cancel running loads."""
