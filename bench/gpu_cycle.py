@@ -125,6 +125,7 @@ class _Bench:
                 repeat=repeat,
                 rollout_s=sampled - began,
                 train_and_publish_s=time.perf_counter() - sampled,
+                memory_mb=gpu_memory_mb(self._pid),
                 **phases,
                 **{k: v for k, v in job.metrics.items() if k.endswith(("_s", "tokens"))},
             )
