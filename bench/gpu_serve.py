@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu import SHAPES
+from hone.inference.vllm_args import MAX_CPU_LORAS
 
 PROMPTS = 64
 """Different prompts; each is asked again and again, as the rollouts of a group are."""
@@ -34,6 +35,8 @@ PROMPT_WORDS, ANSWER_TOKENS = 420, 128
 STEP_PROMPT_WORDS = 482
 """Of gpu_cycle.py and peers/trl_step.py: 512 tokens with SmolLM2's tokenizer and chat template."""
 MAX_SEQ_LENGTH = 2048
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers that have adapters; without this vLLM computes LoRA for the head, too, and hone's does not."""
 START_S = 600.0
 WARM_UP_S = 5.0
 
@@ -197,7 +200,9 @@ def _vllm(options: argparse.Namespace, model: Path) -> Iterator["Server"]:
     command += ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
     command += ["--max-model-len", str(MAX_SEQ_LENGTH), "--enable-lora", "--max-loras", "3"]
-    command += ["--max-lora-rank", "8", "--generation-config", "vllm"]
+    command += ["--max-lora-rank", "8", "--max-cpu-loras", str(MAX_CPU_LORAS)]
+    command += ["--lora-target-modules", *ADAPTED, "--dtype", "auto"]
+    command += ["--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     command += ["--disable-uvicorn-access-log"]
     for key, value in engine_args(options).items():
