@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ async def test_gpu_ids_reach_the_learner(
         server.serving.register(model)
         server.models.register(model)
         with pytest.raises(ConfigError, match="seen"):
-            async with server.service._learners.borrow(tokenizer):
+            async with server.service._learners.borrow(tokenizer, nullcontext()):
                 pass
     card = server.serving.choice.card(str(tiny_model))
     assert card is not None and 10 * GB < card.learner < 24 * GB

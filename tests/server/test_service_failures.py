@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 
-from hone.errors import Conflict, EngineFailed, LearnerDied
+from hone.errors import Conflict, EngineError, EngineFailed, LearnerDied
 from hone.inference.base import AdapterRef, Probe
 from hone.inference.embedded import EmbeddedEngine
-from hone.learner.worker import LearnerSpec
+from hone.learner.worker import LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
 from hone.server import service, supervision
 from hone.server.learners import PATIENT
@@ -311,3 +313,74 @@ async def test_a_learner_that_dies_is_replaced_and_its_job_tried_again(
         assert server.service.parts()["learner"] == {"status": "ok", "loaded": True}
         assert all(spec.threads == 2 for spec, _ in started)
         assert all(how == {"gives_way": False, "env": PATIENT} for _, how in started)
+
+
+class Held:
+    """Who waits for it waits until the test lets go."""
+
+    def __init__(self) -> None:
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.let_go.wait(PATIENCE_S)
+
+
+class HeldEngine(EmbeddedEngine):
+    def __init__(self, name: str, held: dict[str, Held]) -> None:
+        held["engine"].wait()
+        super().__init__(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+        self._held = held
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self._held["pause"].wait)
+        await super().sleep()
+
+    async def publish(self, adapter: AdapterRef, directory: Path) -> None:
+        if directory.name.endswith(".partial"):
+            raise EngineError("it does not load a step that is not saved")
+        await asyncio.to_thread(self._held["publish"].wait)
+        await super().publish(adapter, directory)
+
+    async def probe(self, *args: Any, **more: Any) -> Probe:
+        await asyncio.to_thread(self._held["proof"].wait)
+        return await super().probe(*args, **more)
+
+
+@pytest.mark.parametrize("waits_for", ["engine", "pause", "learner", "publish", "proof"])
+async def test_a_job_is_cancelled_whatever_it_waits_for(
+    tiny_model: Path, tmp_path: Path, waits_for: str
+):
+    """The wait goes on until the test has seen the end of the job."""
+    held: defaultdict[str, Held] = defaultdict(Held)
+    for stage in {"engine", "pause", "learner", "publish", "proof"} - {waits_for}:
+        held[stage].let_go.set()
+
+    class HeldLearner(LearnerHere):
+        def ready(self, **_: Any) -> WorkerInfo:
+            held["learner"].wait()
+            return super().ready()
+
+    async with SmallServer.started(
+        tmp_path / "hone",
+        open_engine=lambda name: HeldEngine(name, held),
+        start_learner=HeldLearner,
+        serving_during_training="pause",
+    ) as server:
+        record = server.models.register(spec(tiny_model))
+        job = server.submit(record, token_groups())
+        server.service.wake()
+        try:
+            assert await asyncio.to_thread(held[waits_for].reached.wait, PATIENCE_S)
+            await server.reached(job.id, "published" if waits_for == "proof" else "started")
+            assert server.jobs.request_cancel(job.id).state == "running"
+            ended = await server.ended(job.id)
+        finally:
+            held[waits_for].let_go.set()
+        assert (ended.state, ended.step) == ("cancelled", None)
+        assert server.event_types(job.id)[-2:] == ["cancelling", "cancelled"]
+        assert server.serving.newest(record) == (0, None)
+        assert [c.step for c in server.checkpoints.list(KEY)] == [0]
+        base = await server.serving.engines.base(str(tiny_model))
+        assert not base.adapters.unproved  # the engine may unload it
+        await server.trained(tiny_model, 10)

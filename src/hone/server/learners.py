@@ -12,11 +12,11 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hone.errors import LearnerDied
+from hone.errors import Cancelled, LearnerDied
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
 from hone.models.card import CONTEXT
@@ -80,16 +80,24 @@ class Learners:
             slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
 
     @asynccontextmanager
-    async def borrow(self, tokenizer: BaseTokenizer) -> AsyncIterator[LearnerProcess]:
+    async def borrow(
+        self, tokenizer: BaseTokenizer, waiting: AbstractAsyncContextManager[None]
+    ) -> AsyncIterator[LearnerProcess]:
         """A loaded learner while the block runs; launched now if there is none.
 
-        One that dies while a job uses it is dropped, and the next job gets another.
+        One that dies while a job uses it is dropped, and the next job gets another. So is one that
+        is still loading when `waiting` raises Cancelled: it would take the memory of the engine.
         """
         slot = self._slot(tokenizer)
         slot.busy = True
         try:
             learner = await self._launched(slot, tokenizer, gives_way=False)
-            info = await asyncio.to_thread(learner.ready)
+            try:
+                async with waiting:
+                    info = await asyncio.to_thread(learner.ready)
+            except Cancelled:
+                await self._drop(slot)
+                raise
             slot.died, slot.deaths = None, 0
             for note in info.notes if learner is not slot.noted else ():
                 say(note, base_model=tokenizer.name)

@@ -14,12 +14,12 @@ job_stages.py decides what happens to a job that fails.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import (
+    AbstractAsyncContextManager,
     AbstractContextManager,
     AsyncExitStack,
-    asynccontextmanager,
     contextmanager,
     suppress,
 )
@@ -35,7 +35,7 @@ from hone.server.learners import Learners, StartLearner
 from hone.server.proof import probed, prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
-from hone.server.supervision import Part
+from hone.server.supervision import Part, until
 from hone.server.telemetry import Metrics
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
@@ -181,6 +181,7 @@ class TrainingService:
                         finally:
                             if (probing := self._probing.pop(job.id, None)) is not None:
                                 probing.cancel()
+                            self._serving.release_unproved(base_model)
                 if not loop.retry_at:
                     loop.part.recover()
             except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
@@ -208,7 +209,8 @@ class TrainingService:
             pin = await asyncio.to_thread(self._stages.pin, newest, record.spec, tokenizer)
         job = await asyncio.to_thread(jobs.take, job.id, pin)
         say("job started", job=job.id, model=job.model, base_step=job.base_step)
-        base = (await serving.resolve(str(record.key))).base
+        async with self._until_cancelled(job):
+            base = (await serving.resolve(str(record.key))).base
 
         if checkpoint is None:
             # Learn, and save.
@@ -222,9 +224,10 @@ class TrainingService:
             if job.id not in self._probing:  # an earlier attempt saved the step
                 self._probe_before(job, record, newest, checkpoint.manifest["movement"])
             failpoint("job/before-publish")
-            # Another engine, if the one from before learning failed meanwhile.
-            base = await serving.engines.base(job.base_model)
-            after = await serving.publish(record, checkpoint)
+            async with self._until_cancelled(job):
+                # Another engine, if the one from before learning failed meanwhile.
+                base = await serving.engines.base(job.base_model)
+                after = await serving.publish(record, checkpoint)
             failpoint("job/after-publish")
             held_s = base.engine.stats().held_s
             self._metrics.held_s.set(held_s)
@@ -235,7 +238,8 @@ class TrainingService:
             await self._prove(job, base, checkpoint, after)
             failpoint("job/after-prove")
 
-            # Promote: from here on it is the newest step, on disk and in the engine.
+            # Promote: from here on it is the newest step, on disk and in the engine, and the job
+            # is done, even if it is cancelled now.
             checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
             serving.promote(record, after, checkpoint.step)
             failpoint("job/after-promote")
@@ -273,7 +277,7 @@ class TrainingService:
         async with AsyncExitStack() as loading:
             card = await asyncio.to_thread(self._serving.choice.card, job.base_model)
             if card is not None and card.sleeps:  # only then does the learner have memory to load
-                await loading.enter_async_context(self._serving_paused(job.base_model))
+                await self._pause(loading, job)
             try:
                 return await self._learn_with(loading, job, newest, base, record)
             except OutOfMemory as error:
@@ -288,9 +292,10 @@ class TrainingService:
         base: Base,
         record: ModelRecord,
     ) -> tuple[Checkpoint | None, dict[str, Any]]:
-        async with self._learners.borrow(base) as learner:
+        async with self._learners.borrow(base, self._until_cancelled(job)) as learner:
             failpoint("job/before-learn")
-            async with self._serving_paused(job.base_model) as pause_metrics:
+            async with AsyncExitStack() as learning:
+                pause_metrics = await self._pause(learning, job)
                 await loading.aclose()  # pauses are counted: this one continues
                 try:
                     result = await asyncio.to_thread(
@@ -303,6 +308,7 @@ class TrainingService:
                 finally:
                     # Before vLLM wakes: it needs the memory.
                     await asyncio.to_thread(self._stages.release, learner, job.base_model)
+            self._check_cancelled(job)  # the engine may have taken long to wake
             result["metrics"] |= pause_metrics
             failpoint("job/after-learn")
             if not result["steps"] and not job.advance_when_flat:
@@ -343,23 +349,15 @@ class TrainingService:
 
         return load
 
-    @asynccontextmanager
-    async def _serving_paused(self, base_model: str) -> AsyncIterator[dict[str, float]]:
-        """Requests wait while the block runs: all if so configured, or those to engines on this GPU.
+    async def _pause(self, stack: AsyncExitStack, job: JobInfo) -> dict[str, float]:
+        """Pause serving until the end of `stack`; returns the pause's metrics, filled in then."""
+        async with self._until_cancelled(job):
+            pause = self._serving.paused_for_training(job.base_model)
+            return await stack.enter_async_context(pause)
 
-        Yields a mapping, which has the metric of how long after the block.
-        """
-        metrics: dict[str, float] = {}
-        choice = self._settings.serving_during_training
-        shares = await asyncio.to_thread(self._serving.on_gpu_of, base_model)
-        if choice == "continue" or (choice is None and not any(shares.values())):
-            yield metrics
-            return
-        served = {name for name, shared in shares.items() if not shared and choice is None}
-        began = time.monotonic()
-        async with self._serving.engines.paused(served):
-            yield metrics
-        metrics["serve/held_s"] = time.monotonic() - began
+    def _until_cancelled(self, job: JobInfo) -> AbstractAsyncContextManager[None]:
+        """End the block with Cancelled as soon as the job is cancelled."""
+        return until(partial(self._jobs.wait_cancel, job.id), partial(self._check_cancelled, job))
 
     def _check_cancelled(self, job: JobInfo) -> None:
         if self._closing or job.id in self._jobs.cancelling:
@@ -388,7 +386,8 @@ class TrainingService:
     ) -> None:
         movement = checkpoint.manifest["movement"]
         probing = self._probing[job.id], base.engine.probe(movement["sequences"], after)
-        old, new = await probed(*probing, pause_s=self._settings.pause_s)
+        async with self._until_cancelled(job):
+            old, new = await probed(*probing, pause_s=self._settings.pause_s)
         try:
             proof = prove(movement, old, new, checkpoint.sha256)
         except NotProved:

@@ -10,6 +10,7 @@ in use, the newest ones, and those not yet proved are never unloaded.
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
@@ -237,6 +238,11 @@ class Serving:
         if base is not None:
             await base.adapters.withdraw(adapter)
 
+    def release_unproved(self, base_model: str) -> None:
+        """Let the engine unload a step whose job ended before it was promoted."""
+        if (base := self.engines.loaded().get(base_model)) is not None:
+            base.adapters.unproved.clear()
+
     async def _load(self, base: Base, record: ModelRecord, checkpoint: Checkpoint) -> AdapterRef:
         base.check_made_for(checkpoint)
         adapter = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
@@ -343,6 +349,24 @@ class Serving:
             self._answering -= 1
             if not self._answering:
                 self._idle.set()
+
+    @asynccontextmanager
+    async def paused_for_training(self, base_model: str) -> AsyncIterator[dict[str, float]]:
+        """Requests wait while the block runs: all if so configured, or those to engines on this GPU.
+
+        Yields a mapping, which has the metric of how long after the block.
+        """
+        metrics: dict[str, float] = {}
+        choice = self._settings.serving_during_training
+        shares = await asyncio.to_thread(self.on_gpu_of, base_model)
+        if choice == "continue" or (choice is None and not any(shares.values())):
+            yield metrics
+            return
+        served = {name for name, shared in shares.items() if not shared and choice is None}
+        began = time.monotonic()
+        async with self.engines.paused(served):
+            yield metrics
+        metrics["serve/held_s"] = time.monotonic() - began
 
     def register(self, spec: ModelSpec) -> None:
         """Check the engine_args of a model as it is stored; reopen an engine with others. Blocking."""

@@ -8,7 +8,8 @@ doubles up to LONGEST_S, so that a part that keeps failing costs little; a succe
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,6 +70,31 @@ async def repeat(part: Part, work: Callable[[], Awaitable[object]], interval_s: 
         except Exception as error:  # noqa: BLE001  whatever it is: logged, shown by /health, retried
             delay_s = min(interval_s, part.fail(error))
         await asyncio.sleep(delay_s)
+
+
+@asynccontextmanager
+async def until(
+    event: Callable[[], Awaitable[object]], check: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Cancel what the block awaits as soon as `event` returns; `check` then raises the error.
+
+    Only for blocks that wait: a thread that they started would go on after their end.
+    """
+    block = asyncio.timeout(None)
+
+    async def watch() -> None:
+        await event()
+        block.reschedule(0.0)  # in the past: the block ends now
+
+    watching = asyncio.create_task(watch())
+    try:
+        async with block:
+            yield
+    except TimeoutError:
+        check()
+        raise
+    finally:
+        watching.cancel()
 
 
 def shared_task(

@@ -246,7 +246,7 @@ def _job_routes(state: State, router: APIRouter) -> None:
 
     @router.post("/jobs/{job_id}/cancel")
     def cancel(job_id: str) -> JobInfo:
-        """Cancel a queued job, or stop a running one within a micro-batch."""
+        """Cancel a queued job at once; a running one ends soon, unless its step is already proved."""
         return state.jobs.request_cancel(job_id)
 
 

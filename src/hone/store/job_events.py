@@ -14,6 +14,8 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from sqlite3 import Connection
 from typing import Any
 
@@ -96,18 +98,25 @@ class JobEvents:
 
     async def wait_event(self, job_id: str, after: int, deadline_s: float) -> bool:
         """Whether there is an event after that one, now or within the deadline."""
-        woken = asyncio.Event()
-        listener = (job_id, asyncio.get_running_loop(), woken)
         # Listen first, then read: an event between the two is not missed.
-        self._listeners.add(listener)
-        try:
+        with self.listening(job_id) as woken:
             if await asyncio.to_thread(self.events, job_id, after, 1):
                 return True
-            if not self.stopping:
-                await asyncio.wait_for(woken.wait(), deadline_s)
-            return not self.stopping
-        except TimeoutError:
-            return False
+            try:
+                if not self.stopping:
+                    await asyncio.wait_for(woken.wait(), deadline_s)
+                return not self.stopping
+            except TimeoutError:
+                return False
+
+    @contextmanager
+    def listening(self, job_id: str) -> Iterator[asyncio.Event]:
+        """An asyncio.Event that is set after every event of the job while the block runs."""
+        woken = asyncio.Event()
+        listener = (job_id, asyncio.get_running_loop(), woken)
+        self._listeners.add(listener)
+        try:
+            yield woken
         finally:
             self._listeners.discard(listener)
 

@@ -76,7 +76,7 @@ Jobs = list[JobInfo]
 
 
 class JobStore(JobEvents):
-    """Jobs and their events. Blocking, except `wait_event`; safe from any thread."""
+    """Jobs and their events. Blocking, except `wait_event` and `wait_cancel`; safe from any thread."""
 
     def __init__(self, store: Store, *, keep_progress: int = 1000) -> None:
         super().__init__(store, keep_progress=keep_progress)
@@ -305,6 +305,13 @@ class JobStore(JobEvents):
             return {**ended, "cancel_requested": True} if job.state in NEXT else {}
 
         return self._change(job_id, cancelled, remember=True)
+
+    async def wait_cancel(self, job_id: str) -> None:
+        """Return once a running job is to be cancelled."""
+        with self.listening(job_id) as woken:
+            while job_id not in self.cancelling:
+                woken.clear()
+                await woken.wait()
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
         with self._writing() as db:
