@@ -460,6 +460,15 @@ class EngineConformance:
                 wanted = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
                 served.assert_agree(list(row), wanted)
 
+    async def test_a_probe_as_long_as_the_context_may_lack_its_last_token(self, served):
+        length = served.engine.max_length
+        sequence = (PROMPT * length)[:length]
+        (row,) = (await served.engine.probe([sequence], served.first)).logprobs
+        assert len(row) in (length - 1, length - 2)
+        wanted = served.reference(sequence, served.first)[:-1]
+        wanted = wanted.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()
+        served.assert_agree(list(row), wanted[: len(row)])
+
     async def test_a_probe_changes_nothing_for_samples_that_run(self, served):
         sampling = Sampling(n=2, max_tokens=40, seed=3)
         alone = await complete(served.engine, PROMPT, sampling, served.first)

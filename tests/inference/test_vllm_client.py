@@ -138,6 +138,8 @@ class OwnStandin(Standin):
         body = await request.json()
         if "prompt_logprobs" not in body:
             return await super().complete(request)
+        if body["max_tokens"] < 1 or len(body["prompt"]) + body["max_tokens"] > 300:
+            return JSONResponse({"error": {"message": "it does not fit"}}, 400)
         scores = [None, *({str(token): {"logprob": -1.0}} for token in body["prompt"][1:])]
         return JSONResponse({"choices": [{"prompt_logprobs": scores}]})
 
@@ -312,6 +314,18 @@ async def test_a_publish_and_its_proof_make_few_calls_into_the_workers(
     assert sorted(standin.calls[:3]) == ["complete", "complete", "hone_hash"]
     assert standin.calls[3:] == ["hone_digests"]
     assert (await engine.probe([])).sha256 == "base"
+    await engine.close()
+
+
+async def test_a_probe_that_fills_the_engines_length_lacks_its_last_token(
+    own: tuple[OwnStandin, VllmProcess], tmp_path: Path
+) -> None:
+    """vLLM samples one token after those that it scores; a call of that length can be trained on."""
+    engine = engine_of(own[1], tmp_path)
+    probe = await engine.probe([[1] * 300, [1] * 299])
+    assert probe.logprobs == ((-1.0,) * 298, (-1.0,) * 298)
+    with pytest.raises(ConfigError, match="has 301 tokens; the model reads 1 to 300"):
+        await engine.probe([[1] * 301])
     await engine.close()
 
 

@@ -41,6 +41,15 @@ def test_an_engine_that_moved_as_the_learner_did():
     assert proof.slope == pytest.approx(1.0)
 
 
+def test_a_token_that_the_engine_cannot_score_does_not_count():
+    """The last one of a sequence as long as vLLM's context."""
+    movement = {**MOVEMENT, "others": [{"sequence": 0, "place": 2, "before": -9.0, "after": -9.0}]}
+    before = Probe(OLD, ((-2.0,), (-9.0, -1.0)))
+    proof = prove(movement, before, Probe(NEW, ((-1.9,), (-9.0, -0.8))), NEW)
+    assert (proof.verdict, proof.tokens) == ("proved", 2)
+    assert proof.slope == pytest.approx(1.0)
+
+
 def test_the_slope_is_that_of_least_squares_through_the_origin():
     # moved 0.1, -0.1, 0.2: (0.1*0.1 + 0.2*0.1 + 0.2*0.2) / (0.01 + 0.04 + 0.04) = 0.07 / 0.09
     proof = prove(MOVEMENT, BEFORE, probe((-1.9, -3.1, -0.8)), NEW)

@@ -157,7 +157,8 @@ class Probe:
     sha256: str | None
     """Hash of the adapter; None if the engine cannot read its tensors, or was not asked to."""
     logprobs: tuple[tuple[float, ...], ...]
-    """Log-probabilities at temperature 1, per sequence, of every token except the first."""
+    """Log-probabilities at temperature 1, per sequence, of every token except the first. An engine may
+    leave out the last token of a sequence that fills its `max_length`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

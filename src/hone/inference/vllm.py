@@ -274,8 +274,7 @@ class VllmEngine:
         with_hash: bool = True,
     ) -> Probe:
         name = self._name(adapter)
-        # One token less, because vLLM samples one token after those that it scores.
-        check_sequences(sequences, self._vocab, self._max_length - 1)
+        check_sequences(sequences, self._vocab, self._max_length)
         async with self._admitted():
             staged = self._adapters.get(name) if with_hash and self._client.url is None else None
             await self._begin_hashing(staged)
@@ -290,6 +289,7 @@ class VllmEngine:
 
     async def _score(self, name: str, ids: Sequence[int]) -> tuple[float, ...]:
         """The log-probability of every token but the first, at temperature 1."""
+        ids = ids[: self._max_length - 1]  # vLLM samples one token after those that it scores
         if len(ids) < 2:
             return ()
         body = completion_body(name, ids, GREEDY, self._max_length, prompt_logprobs=0)

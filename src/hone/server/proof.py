@@ -75,11 +75,12 @@ def prove(movement: Mapping[str, Any], before: Probe, after: Probe, sha256: str)
             f"the engine serves an adapter with hash {after.sha256[:16]}, not the trained one "
             f"({sha256[:16]}). The previous step stays served. Restart the server and send the job again."
         )
-    tokens = movement["tokens"]
+    tokens = _scored(movement["tokens"], before, after)
+    others = _scored(movement.get("others", ()), before)
     old, new = _at(tokens, before), _at(tokens, after)
     if not all(map(math.isfinite, [*old, *new])):
         raise NotProved("the engine gives a probe token a logprob that is not finite")
-    logit_noise = _logit_noise([*tokens, *movement.get("others", ())], before)
+    logit_noise = _logit_noise([*tokens, *others], before)
     noise = [_noise_of(token, logit_noise) for token in tokens]
     # In units of each token's noise, so that the standard error of the slope is 1 / sqrt(square).
     ours = [(t["after"] - t["before"]) / n for t, n in zip(tokens, noise, strict=True)]
@@ -117,6 +118,11 @@ def _bounded(ours: float, theirs: float, most: float) -> tuple[float, float]:
     shrink = min(1.0, most / abs(ours)) if ours else 1.0
     limit = OUTLIER * most
     return ours * shrink, max(-limit, min(theirs * shrink, limit))
+
+
+def _scored(tokens: Iterable[Mapping[str, Any]], *probes: Probe) -> list[Mapping[str, Any]]:
+    """The tokens that the engine scored: it may leave out the last one of a sequence."""
+    return [t for t in tokens if all(t["place"] <= len(p.logprobs[t["sequence"]]) for p in probes)]
 
 
 def _at(tokens: Iterable[Mapping[str, Any]], probe: Probe) -> list[float]:
