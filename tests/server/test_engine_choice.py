@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from hone.server.model_args import PROJECTIONS, checked_spec
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.training import registered
-from hone.types import ModelSpec
+from hone.types import ModelKey, ModelSpec
 
 
 @pytest.fixture
@@ -362,6 +364,32 @@ def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, pyt
     assert vllm.register(second, in_use=False) is True
     state.models.register(second)
     assert vllm._plan("tiny", None) == Plan({}, 32, 4096)
+
+
+def test_the_model_registered_last_decides_after_a_restart_too(tmp_path: Path) -> None:
+    """Neither the first by name nor the last."""
+
+    def args_after_restart(change: Callable[[State], object]) -> dict[str, Any]:
+        settings = Settings(root=tmp_path / "hone", device="cpu")
+        with closing((state := State(settings)).store):
+            change(state)
+        with closing((state := State(settings)).store):
+            return choice(state)._plan("tiny", None).args
+
+    def register(*specs: ModelSpec) -> Callable[[State], object]:
+        return lambda state: [state.models.register(spec) for spec in specs]
+
+    a, b, c = (spec(name, engine_args={"max_num_seqs": i}) for i, name in enumerate("abc", 1))
+    assert args_after_restart(register(c, a, b)) == b.engine_args
+    # A root of a hone that did not store the order: the newest model.
+    assert args_after_restart(lambda s: s.store._writer.execute("DELETE FROM registrations")) == (
+        b.engine_args
+    )
+    again = a.model_copy(update={"engine_args": {"max_num_seqs": 4}})
+    assert args_after_restart(register(again)) == again.engine_args
+    renamed = ModelKey("default", "a"), ModelKey("default", "e")
+    assert args_after_restart(lambda s: s.renames.rename(*renamed)) == again.engine_args
+    assert args_after_restart(register(b)) == b.engine_args
 
 
 @pytest.mark.parametrize("lengths", [(512, None), (None, 512)])

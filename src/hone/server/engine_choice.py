@@ -76,7 +76,7 @@ class EngineChoice:
         self._settings = settings
         self._models = models
         self._last: dict[str, ModelSpec] = {}
-        """The model registered last, by base model."""
+        """The model registered last in this process, by base model; it may not be stored yet."""
         self._opened: dict[str, Plan] = {}
         """How vLLM is started, or was started last, by base model."""
         self._starting: dict[VllmProcess, str] = {}
@@ -169,8 +169,7 @@ class EngineChoice:
 
     def _newest(self, base_model: str) -> ModelSpec | None:
         """The model whose engine_args are used: the one registered last."""
-        records = self._models.on_base(base_model)
-        return self._last.get(base_model) or (records[-1].spec if records else None)
+        return self._last.get(base_model) or self._models.last_on_base(base_model)
 
     def _check_stored(self, base_model: str) -> None:
         """Refuse engine_args of a stored model that an earlier hone or vLLM accepted."""

@@ -27,6 +27,12 @@ CREATE TABLE IF NOT EXISTS models (
     created_at REAL NOT NULL,
     PRIMARY KEY (project, name)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS registrations (
+    place INTEGER PRIMARY KEY AUTOINCREMENT,
+    project TEXT NOT NULL,
+    name TEXT NOT NULL,
+    UNIQUE (project, name)
+);
 CREATE TABLE IF NOT EXISTS renames (
     project TEXT NOT NULL,
     name TEXT NOT NULL,
@@ -69,6 +75,10 @@ class ModelStore:
             db.execute(
                 "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?)",
                 (spec.project, spec.name, spec.base_model, spec.model_dump_json(), created_at),
+            )
+            db.execute(
+                "INSERT OR REPLACE INTO registrations (project, name) VALUES (?, ?)",
+                (spec.project, spec.name),
             )
         self.read_again()
         return ModelRecord(spec.key, spec, created_at)
@@ -133,6 +143,16 @@ class ModelStore:
 
     def on_base(self, base_model: str) -> Records:
         return [record for record in self.list() if record.spec.base_model == base_model]
+
+    def last_on_base(self, base_model: str) -> ModelSpec | None:
+        """The model of a base model that was registered last, or again with other settings."""
+        # Models of a root that has no order of registrations yet have no place: the newest of them.
+        rows = self._store.query(
+            "SELECT spec FROM models LEFT JOIN registrations USING (project, name) "
+            "WHERE base_model = ? ORDER BY place DESC, created_at DESC LIMIT 1",
+            (base_model,),
+        )
+        return ModelSpec.model_validate_json(rows[0]["spec"]) if rows else None
 
 
 def _check_same(before: ModelSpec, now: ModelSpec) -> None:

@@ -29,6 +29,7 @@ FAILPOINTS = ("rename/after-intent", "rename/after-move", "rename/after-commit")
 UPDATES = (
     "UPDATE models SET name = :new_name, spec = json_set(spec, '$.name', :new_name) "
     "WHERE project = :project AND name = :name",
+    "UPDATE registrations SET name = :new_name WHERE project = :project AND name = :name",
     "UPDATE jobs SET model = :new, info = json_set(info, '$.model', :new) WHERE model = :old",
     "UPDATE runs SET spec = json_set(spec, '$.model', :new) "
     "WHERE json_extract(spec, '$.model') IN (:old, :bare)",
