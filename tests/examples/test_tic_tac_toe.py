@@ -11,6 +11,7 @@ from tests.examples.conftest import EXAMPLES, scripted
 from hone.capture.base import Step
 from hone.capture.scope import recorded
 from hone.config.schema import read
+from hone.finetune.checks import read_run
 
 FOLDER = EXAMPLES / "03_tic_tac_toe"
 EMPTY = "123456789"
@@ -259,6 +260,11 @@ def test_the_configurations_compare_games_of_one_mark_and_opponent_by_their_move
     adapter: Any = config.trainer_adapters["server"]
     assert builder.num_generations >= 4
     assert adapter.training.credit == "per_call"
+
+
+@pytest.mark.parametrize("name", ["eval_before.yml", "eval_after.yml"])
+def test_hone_validate_accepts_the_evaluations(name: str):
+    assert not read_run(FOLDER / name).finetuning.enabled
 
 
 def test_the_evaluations_differ_in_the_model_only():

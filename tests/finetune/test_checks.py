@@ -354,6 +354,7 @@ def test_a_policy_of_one_fixed_step_is_refused(tmp_path: Path):
     fixed = {"actor": {"model_name": "base@0"}}
     (line,) = mistakes(tmp_path, llms=fixed, finetuning={"target_model": "actor"})
     assert "its model_name 'base@0' requests one fixed step; leave out '@0'" in line
+    assert line.endswith("in a file for `hone eval` only, set finetuning.enabled: false")
 
 
 def test_one_generation_needs_the_batch(tmp_path: Path):

@@ -163,7 +163,7 @@ def _not_fixed(key: str, entries: dict[str, _Entry]) -> str:
         raise ConfigError(
             f"llms.{key} is the model to train, and its model_name {entry.written!r} requests one "
             f"fixed step; leave out '@{entry.step}', or name another entry in "
-            "finetuning.target_model"
+            "finetuning.target_model; in a file for `hone eval` only, set finetuning.enabled: false"
         )
     return key
 
