@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hone.interchange.files import Format
-from hone.terminal import LogLevel, parse_path
+from hone.terminal import LogLevel, parse_path, parse_reward
 
 if TYPE_CHECKING:
     from hone.interchange.rollouts import CallsOf
@@ -41,7 +41,11 @@ Output = Annotated[
 MinReward = Annotated[
     float | None,
     typer.Option(
-        "--min-reward", "--min_reward", help="Leave out trajectories with a lower reward or none."
+        "--min-reward",
+        "--min_reward",
+        metavar="REWARD",
+        parser=parse_reward,
+        help="Leave out trajectories with a lower reward or none.",
     ),
 ]
 

@@ -72,6 +72,17 @@ def parse_seconds(text: str | float) -> float:
     return seconds
 
 
+def parse_reward(text: str | float) -> float:
+    """A reward; NaN is refused, because no reward compares with it."""
+    try:
+        reward = float(text)
+    except ValueError:
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise typer.BadParameter(f"{text!r}; expected a finite number")
+    return reward
+
+
 def parse_path(path: str | Path) -> Path:
     """The path that an option or an argument names; an empty one is refused."""
     if path == "":

@@ -195,6 +195,14 @@ ATIF = {
 }
 
 
+@pytest.mark.parametrize("reward", ["nan", "inf", "-inf", "high"])
+@pytest.mark.parametrize("command", ["export-trajectories", "import-trajectories"])
+def test_the_smallest_reward_is_a_finite_number(tmp_path: Path, command: str, reward: str):
+    least = (f"--min-reward={reward}", "-o", tmp_path / "data.jsonl")
+    output = hone_command(command, tmp_path, *least, status=2).replace("\u2502", " ")
+    assert f"'{reward}'; expected a finite number" in " ".join(output.split())
+
+
 def test_files_that_other_programs_leave(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     data, one, job = tmp_path / "data.jsonl", tmp_path / "one.json", tmp_path / "job"
     # a reward as text counts as a number, and one that is none as missing
