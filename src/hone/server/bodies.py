@@ -1,16 +1,13 @@
-"""Limits on request bodies: size, speed, and total memory; routes for large ones.
+"""Limits on request bodies by route and in total memory; routes for large ones.
 
 In:   the ASGI `receive` of a request, and its headers
 Out:  BodyReader, a `receive` that raises HTTPException: 413 too large, 408 too slow, 429 too many;
       routes whose large bodies are not parsed on the event loop
 
-HTTPException is the one kind that FastAPI lets through while it reads a body. The rest of a refused
-body is read and thrown away: most clients send all of it before they read the response, and would
-get a connection reset instead. listen.py closes the connection of a slow one. A body is parsed on
-the event loop, and limited to `max_small_body_bytes`, unless its route accepts large ones.
+HTTPException is the one kind that FastAPI lets through while it reads a body. A body is parsed on the
+event loop, and limited to `max_small_body_bytes`, unless its route accepts large ones.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,12 +20,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from hone.server.settings import Settings
+from hone.wire.limits import LimitedBody, too_large
 
 AnswerRaw = Callable[[bytes, Callable[[], None]], Awaitable[Response]]
 """Handles a request body, and calls its second argument when the body is no longer in memory."""
 
-MIN_BYTES_PER_S = 64 * 2**10
-"""Slowest rate at which a body may arrive, after `body_timeout_s`."""
 _JSON = re.compile(r"application/([^/]*\+)?json")
 
 
@@ -54,8 +50,11 @@ class BodyBudget:
         self.reserved -= size
 
 
-class BodyReader:
+class BodyReader(LimitedBody):
     """The `receive` of one request."""
+
+    size_setting = "max_body_bytes"
+    slow_remedy = "send it faster, or raise body_timeout_s of the server"
 
     def __init__(
         self,
@@ -65,42 +64,21 @@ class BodyReader:
         budget: BodyBudget,
     ) -> None:
         """Raises HTTPException if Content-Length already exceeds a limit."""
-        self._receive = receive
-        self._settings = settings
+        self._small_bytes = settings.max_small_body_bytes
+        self._large_bytes = settings.large_body_bytes
         self._budget = budget
         self._reserved = 0
-        self._read = 0
-        self._complete = False
-        self._started: float | None = None
         self.accepts_large = False
         """Set, before it is read, by a route that parses large bodies in another process."""
-        length = headers.get("content-length", "")
-        self._announced = int(length) if length.isdigit() and len(length) < 20 else 0
-        if self._announced > settings.max_body_bytes or len(length) >= 20:
-            raise _too_large(settings.max_body_bytes, "max_body_bytes")
-        self._reserve(self._announced)
+        super().__init__(
+            receive, headers, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+        )
+        self._reserve(self.announced)
 
     async def __call__(self) -> Message:
-        if self._complete:
-            return await self._receive()
-        self._check(self._announced)
-        if self._started is None:
-            self._started = asyncio.get_running_loop().time()
-        allowed_s = self._settings.body_timeout_s + self._read / MIN_BYTES_PER_S
-        try:
-            async with asyncio.timeout_at(self._started + allowed_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise HTTPException(
-                408,
-                f"{self._read} bytes of the body arrived in {allowed_s:.0f} s; send it faster, or "
-                "raise body_timeout_s of the server",
-                headers={"Connection": "close"},
-            ) from None
-        self._read += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
-        self._check(self._read)
-        self._reserve(self._read)
+        was_complete, message = self.complete, await super().__call__()
+        if not was_complete:
+            self._reserve(self.received)
         return message
 
     def release(self) -> None:
@@ -109,16 +87,14 @@ class BodyReader:
         self._reserved = 0
 
     def _reserve(self, size: int) -> None:
-        if size > max(self._settings.large_body_bytes, self._reserved):
+        if size > max(self._large_bytes, self._reserved):
             self._budget.reserve(size - self._reserved)
             self._reserved = size
 
-    def _check(self, size: int) -> None:
-        settings = self._settings
-        if size > settings.max_body_bytes:
-            raise _too_large(settings.max_body_bytes, "max_body_bytes")
-        if size > settings.max_small_body_bytes and not self.accepts_large:
-            raise _too_large(settings.max_small_body_bytes, "max_small_body_bytes")
+    def check(self, size: int) -> None:
+        super().check(size)
+        if size > self._small_bytes and not self.accepts_large:
+            raise too_large(self._small_bytes, "max_small_body_bytes")
 
 
 def is_json(content_type: str) -> bool:
@@ -182,9 +158,3 @@ def raw_body_route(answer: AnswerRaw) -> type[APIRoute]:
             return handle
 
     return RawBodyRoute
-
-
-def _too_large(limit: int, setting: str) -> HTTPException:
-    return HTTPException(
-        413, f"the body is larger than {limit} bytes ({setting}); send less at once"
-    )

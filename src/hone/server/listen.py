@@ -16,13 +16,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hone.errors import ServerError
 from hone.logs import say
 from hone.server.settings import Settings
+from hone.wire.limits import TimedProtocol
 
 GRACE_S = 5
 """Seconds that running requests get to finish when the server stops."""
@@ -85,55 +84,18 @@ def port_of(bound: socket.socket) -> int:
     return int(bound.getsockname()[1])
 
 
-class _Protocol(H11Protocol):
-    """Refuses connections above the limit, and closes one whose next request does not arrive.
+class _Protocol(TimedProtocol):
+    """Also refuses connections above the limit."""
 
-    uvicorn has a timeout only for connections on which nothing at all is sent after a response.
-    """
-
-    settings: Settings
-    _overdue: asyncio.TimerHandle | None = None
+    max_connections: int | None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as in uvicorn
         super().connection_made(transport)
-        limit = self.settings.max_connections
+        limit = self.max_connections
         if limit is not None and len(self.connections) > limit:
             say("a connection is refused: too many are open", max_connections=limit)
             transport.write(_REFUSAL % (len(_FULL), _FULL))
             transport.close()
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.conn.trailing_data[0]:  # the next request has begun; else uvicorn's timeout runs
-            self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Start the timeout while headers are incomplete, or a body arrives that no one reads."""
-        state = self.conn.their_state
-        unread = state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete
-        if state is not h11.IDLE and not unread:
-            self._unwatch()
-        elif self._overdue is None:  # more bytes of the same request do not restart it
-            self._overdue = self.loop.call_later(self.settings.header_timeout_s, self._give_up)
-
-    def _unwatch(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None
-
-    def _give_up(self) -> None:
-        self._overdue = None
-        if not self.transport.is_closing():
-            self.transport.close()
 
 
 class AppServer(uvicorn.Server):
@@ -141,9 +103,13 @@ class AppServer(uvicorn.Server):
 
     def __init__(self, app: Any, settings: Settings, *, grace_s: int = GRACE_S) -> None:
         proxies = settings.forwarded_allow_ips
+        limits = {
+            "header_timeout_s": settings.header_timeout_s,
+            "max_connections": settings.max_connections,
+        }
         config = uvicorn.Config(
             app,
-            http=type("_Http", (_Protocol,), {"settings": settings}),
+            http=type("_Http", (_Protocol,), limits),
             log_config=None,
             access_log=False,
             lifespan="off",
