@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
@@ -75,15 +76,23 @@ def length(item):
 """
 
 
+LIMITED = """
+import pathlib, sys
+from hone.serve_workflow import Limits, ServeWorkflowOptions as Options, serve_workflow
+limits = Limits(max_body_bytes=1000, body_timeout_s=0.2, header_timeout_s=0.2)
+serve_workflow(Options(pathlib.Path(sys.argv[1][len("--config_file="):]), port=0, limits=limits), print)
+"""
+COMMAND = ("-m", "hone.cli", "serve-workflow")
+
+
 @contextmanager
-def workflow(file: Path, *options: str) -> Iterator[str]:
+def workflow(file: Path, *options: str, program: tuple[str, ...] = COMMAND) -> Iterator[str]:
     """The address of a served workflow."""
-    command = [sys.executable, "-m", "hone.cli", "serve-workflow", f"--config_file={file}"]
     log = file.parent / "serve.log"
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [*command, "--port", "0", *options],
+            [sys.executable, *program, f"--config_file={file}", "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -231,6 +240,28 @@ with socket.socket() as other:
     other.listen()
 raise LookupError("the port was free")
 """
+
+
+def exchanged(address: str, sent: bytes) -> bytes:
+    """What the service sends until it closes the connection."""
+    at = urlsplit(address)
+    with socket.create_connection((at.hostname, at.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(sent)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_requests_are_limited_in_size_and_time(config: Path):
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\n"
+    announced, chunked = b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+    large = [announced % 1001, announced % 2**22 + b"[" * 2**22, chunked + b"3e9\r\n" + b"[" * 1001]
+    with workflow(config, program=("-c", LIMITED)) as url:
+        assert exchanged(url, head) == b""
+        received = exchanged(url, head + announced % 1000 + b"{")
+        assert received.startswith(b"HTTP/1.1 408 ") and b"1 bytes of the body arrived" in received
+        for body in large:
+            received = exchanged(url, head + body)
+            assert received.startswith(b"HTTP/1.1 413 ") and b"larger than 1000 bytes" in received
+        assert httpx2.get(f"{url}/health").json() == {"status": "healthy"}
 
 
 def test_its_port_is_its_own_while_its_components_are_built(tmp_path: Path):

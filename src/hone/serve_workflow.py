@@ -23,6 +23,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,6 +44,7 @@ from hone.wire.access import (
     key_problem,
 )
 from hone.wire.errors import status_of
+from hone.wire.limits import LimitedBody, TimedProtocol
 from hone.wire.rollout import RolloutScope
 from hone.workflow.endpoint import DATA, STEP
 from hone.workflow.function import Function
@@ -58,6 +60,18 @@ MESSAGE = b"\nStopping; press Ctrl-C again to exit at once\n"
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on requests; the defaults are those of `hone serve`."""
+
+    max_body_bytes: int = 64 * 2**20
+    """A larger body gets 413."""
+    body_timeout_s: float = 30.0
+    """Seconds for a body to arrive, plus one for every 64 KiB; a slower one gets 408."""
+    header_timeout_s: float = 30.0
+    """Seconds for the headers of a request to arrive; then the connection is closed."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServeWorkflowOptions:
     """The options of `hone serve-workflow`."""
 
@@ -69,6 +83,7 @@ class ServeWorkflowOptions:
     api_key: str | None = None
     """Key that requests must send as a bearer token; required if other machines can reach the
     address."""
+    limits: Limits = Limits()
 
 
 def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> int:
@@ -131,9 +146,15 @@ async def _serve(
             llms=builder.live_llms,
             host=options.host,
             api_key=options.api_key,
+            limits=options.limits,
         )
+        timeout = {"header_timeout_s": options.limits.header_timeout_s}
         config = uvicorn.Config(
-            app.routes(), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
+            app.routes(),
+            http=type("_Http", (TimedProtocol,), timeout),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_S,
         )
         server = _Server(config)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
@@ -167,8 +188,9 @@ class WorkflowApp:
         llms: Callable[[], Sequence[LLM]] = tuple,
         host: str = "127.0.0.1",
         api_key: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self._llms = llms
+        self._llms, self._limits = llms, limits or Limits()
         self._workflow, self._name, self._timeout_s = workflow, name, timeout_s
         self._arguments, self._key = rollout_arguments or {}, api_key
         # With a key, any host name is accepted, such as a Kubernetes service: a web page has no
@@ -209,6 +231,8 @@ class WorkflowApp:
                 return await answer(request)
             except (Unauthorized, Forbidden, BadRequest) as error:
                 return _error(status_of(error), str(error))
+            except HTTPException as error:  # a body that is too large or too slow
+                return _error(error.status_code, error.detail, error.headers)
             except ClientDisconnect:
                 return _error(499, "the client has left")
             except asyncio.CancelledError:  # uvicorn does this GRACE_S after a signal
@@ -217,13 +241,13 @@ class WorkflowApp:
         return route
 
     async def _generate(self, request: Request) -> Response:
-        result = await self._run(request, _input(await _body(request)))
+        result = await self._run(request, _input(await self._body(request)))
         if result.failure is not None:
             return _json({"error": _failure(result)}, status=500)
         return _json({"value": result.output})
 
     async def _generate_full(self, request: Request) -> Response:
-        result = await self._run(request, _input(await _body(request)))
+        result = await self._run(request, _input(await self._body(request)))
         steps = all_steps(result.calls, result.steps, result.events)
         lines = [STEP + dumps(_line(entry)) for entry in steps]
         if result.failure is None:
@@ -233,7 +257,7 @@ class WorkflowApp:
         return Response("".join(f"{line}\n\n" for line in lines), media_type="text/event-stream")
 
     async def _chat(self, request: Request) -> Response:
-        body = await _body(request)
+        body = await self._body(request)
         result = await self._run(request, _last_message(body))
         if result.failure is not None:
             return _json({"error": _failure(result)}, status=500)
@@ -260,6 +284,19 @@ class WorkflowApp:
         lines = [*map(dumps, chunks), "[DONE]"]
         stream = "".join(f"{DATA}{line}\n\n" for line in lines)
         return Response(stream, media_type="text/event-stream")
+
+    async def _body(self, request: Request) -> Any:
+        limits = self._limits
+        body = LimitedBody(
+            request.receive,
+            request.headers,
+            max_bytes=limits.max_body_bytes,
+            timeout_s=limits.body_timeout_s,
+        )
+        try:
+            return json.loads(await Request(request.scope, body).body())
+        except (ValueError, RecursionError):
+            raise BadRequest('the body is not JSON; send {"input_message": ...}') from None
 
     async def _run(self, request: Request, input: Any) -> RolloutResult:
         """Run the workflow in the request's rollout; stop it if the client disconnects."""
@@ -296,13 +333,6 @@ async def _left(request: Request) -> None:
     """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _body(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError):
-        raise BadRequest('the body is not JSON; send {"input_message": ...}') from None
 
 
 def _input(body: Any) -> Any:
@@ -362,9 +392,9 @@ def _usage(result: RolloutResult) -> dict[str, int]:
     return {n: sum(int((call.usage or {}).get(n) or 0) for call in result.calls) for n in names}
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dumps(value), status_code=status, media_type="application/json")
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
 
 
-def _error(status: int, message: str) -> Response:
-    return _json({"error": {"message": as_text(message)}}, status)
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return _json({"error": {"message": as_text(message)}}, status, headers)
