@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 from typer.testing import CliRunner
 
 import hone
@@ -159,6 +160,39 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path, module: str):
         text=True,
     )
     assert (done.returncode, done.stderr) == (130, "hone: interrupted\n")
+
+
+LEAVES = """
+import atexit, concurrent.futures, pathlib, threading
+here = pathlib.Path(__file__).parent
+atexit.register((here / "atexit").touch)
+pool = concurrent.futures.ThreadPoolExecutor()
+notes = (here / "notes").open("w")
+
+async def run(input):  # a thread that a daemon starts is one too
+    if input == "fail":
+        raise ValueError("no such cat")
+    notes.write(input)
+    if input == "wait":
+        threading.Thread(target=threading.Event().wait, name="poller").start()
+    return pool.submit(str.upper, input).result()
+"""
+
+
+@pytest.mark.parametrize("input", ["wait", "idle pool"])
+def test_a_command_ends_without_threads_that_its_workflow_left(tmp_path: Path, input: str):
+    (tmp_path / "agent.py").write_text(LEAVES)
+    file = tmp_path / "agent.yml"
+    file.write_text("workflow: {_type: python, target: 'agent.py:run'}")
+    command = [sys.executable, "-m", "hone", "run", f"--config_file={file}", f"--input={input}"]
+    done = subprocess.run(
+        [*command, "--input=fail"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (1, input.upper() + "\n")
+    assert "ValueError: no such cat" in done.stderr
+    assert ("'poller'" in done.stderr) == ("5 s" in done.stderr) == (input == "wait")
+    assert (tmp_path / "notes").read_text() == input
+    assert (tmp_path / "atexit").exists()
 
 
 def test_every_exit_status_is_explained():
