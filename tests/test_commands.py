@@ -264,6 +264,8 @@ def test_info_lists_components_by_kind():
 
 
 def test_info_knows_its_kinds():
+    shown = unboxed(hone("info", "components", "--help").stdout)
+    assert f"{', '.join(registry.KINDS[:-1])} or {registry.KINDS[-1]}." in shown
     result = hone("info", "components", "-t", "trianer")
     assert result.exit_code == 1
     assert result.stderr == (

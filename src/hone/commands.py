@@ -366,7 +366,7 @@ def components_command(
             "-t",
             metavar="KIND",
             help="Only this kind (repeatable): function, llm_provider, evaluator, dataset_loader, "
-            "trajectory_builder, trainer_adapter or trainer.",
+            "trajectory_builder, trainer_adapter, trainer or logger.",
         ),
     ] = None,
     log_level: LogLevel = None,

@@ -52,7 +52,14 @@ MinReward = Annotated[
 
 @exchange.command("export-trajectories")
 def export_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Directory of the run: finetuning.output_dir.",
+            show_default=False,
+        ),
+    ],
     output: Output,
     format: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.ATIF,
     split: Annotated[
@@ -112,7 +119,10 @@ def export_command(
 
 @exchange.command("import-trajectories")
 def import_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", show_default=False)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Files or directories to read.", show_default=False),
+    ],
     output: Output,
     min_reward: MinReward = None,
     log_level: LogLevel = None,
