@@ -178,6 +178,14 @@ def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
     assert "hone models list" in todo
 
 
+def test_a_file_that_is_no_model_is_not_called_missing(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(
+        ModelNotFound, match=r"model\.bin: is a file, but not a \.gguf file; wheels"
+    ):
+        find(str(tmp_path / "model.bin"))
+
+
 def test_a_name_no_hub_could_have_and_download_off(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match="not a name it could have"):

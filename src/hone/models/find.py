@@ -96,6 +96,9 @@ def _in_directory(
     path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix == ".gguf":
         return _from_gguf(path, path.stem, "gguf", name, progress, convert=convert)
+    if path.is_file():
+        tried.append(f"{path.absolute()}: is a file, but not a .gguf file")
+        return None
     if not path.is_dir():
         tried.append(f"directory {path.absolute()}: does not exist")
         return None
