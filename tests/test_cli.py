@@ -174,7 +174,8 @@ async def run(input):  # a thread that a daemon starts is one too
         raise ValueError("no such cat")
     notes.write(input)
     if input == "wait":
-        threading.Thread(target=threading.Event().wait, name="poller").start()
+        for i in range(5):
+            threading.Thread(target=threading.Event().wait, name=f"poller-{i}").start()
     return pool.submit(str.upper, input).result()
 """
 
@@ -190,7 +191,10 @@ def test_a_command_ends_without_threads_that_its_workflow_left(tmp_path: Path, i
     )
     assert (done.returncode, done.stdout) == (1, input.upper() + "\n")
     assert "ValueError: no such cat" in done.stderr
-    assert ("'poller'" in done.stderr) == ("5 s" in done.stderr) == (input == "wait")
+    message = (
+        "hone: the workflow left threads running ('poller-0', 'poller-1', 'poller-2' and 2 more)"
+    )
+    assert (message in done.stderr) == ("5 s" in done.stderr) == (input == "wait")
     assert (tmp_path / "notes").read_text() == input
     assert (tmp_path / "atexit").exists()
 

@@ -50,7 +50,8 @@ def _end_without_threads(status: int) -> None:
     left = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if not left:  # functions of atexit take as long as they need
         return
-    names = ", ".join(repr(thread.name) for thread in left)
+    names = ", ".join(repr(thread.name) for thread in left[:3])
+    names += f" and {len(left) - 3} more" if len(left) > 3 else ""
     message = (
         f"hone: the workflow left {'a thread' if len(left) == 1 else 'threads'} running ({names}); "
         f"exiting without waiting longer than {GRACE_S} s. End such threads in the workflow, or "
