@@ -19,6 +19,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tests.conformance.engine import (
     BFLOAT16,
@@ -481,6 +482,8 @@ def wait_until(what: Any, within_s: float) -> bool:
 
 
 async def test_no_process_of_vllm_listens_beyond_this_machine(engine: VllmEngine) -> None:
+    if Version(require_vllm(PYTHON).version) < Version("0.28"):
+        pytest.skip("vLLM up to 0.27 opens torch's TCPStore on all interfaces; the guide says so")
     assert engine._client.process is not None and engine._client.process.pid is not None
     members = group(engine._client.process.pid)
     assert len(members) >= 2, "the server and its engine core"
