@@ -27,6 +27,7 @@ from tests.conformance.engine import (
     PROMPT,
     EngineConformance,
     Served,
+    assert_agree,
     spelling_tokenizer,
 )
 from tests.inference.test_embedded import write_adapter
@@ -246,6 +247,37 @@ async def test_a_running_request_keeps_its_adapter(served: Served) -> None:
     assert len(done.ids) == 60
     served.assert_agree(done.logprobs, served.expected(PROMPT, done, served.second))
     assert not (engine._directory / served.second.sha256).exists()
+
+
+async def test_an_adapter_loaded_into_full_slots_leaves_running_requests_their_own(
+    engine: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """Loading it moves the adapters of the running requests to other slots (`_follow_slots`)."""
+    decoder, answers = Decoder.load(model), [Completion() for _ in range(3)]
+    paths = [tmp_path / str(step) for step in range(21, 25)]
+    *refs, fourth = [write_adapter(path, decoder, step=int(path.name)) for path in paths]
+    for ref, path in zip(refs, paths, strict=False):
+        await engine.publish(ref, path)
+
+    async def follow(ref: AdapterRef, done: Completion, length: int) -> None:
+        async for delta in engine.generate(PROMPT, Sampling(max_tokens=length, seed=1), ref):
+            done.add(delta)
+
+    async with asyncio.TaskGroup() as requests:
+        for ref, done, length in zip(refs, answers, (300, 480, 480), strict=True):
+            requests.create_task(follow(ref, done, length))
+        while not all(len(done.ids) > 9 for done in answers):
+            await asyncio.sleep(0.001)
+        await engine.publish(fourth, paths[-1])
+        assert engine.stats().running == 3
+        # vLLM begins with it when the first of the others has ended.
+        answers += await complete(engine, PROMPT, Sampling(max_tokens=9, seed=1), fourth)
+        assert engine.stats().running == 2
+    assert [len(done.ids) for done in answers] == [300, 480, 480, 9]
+    for ref, done in zip([*refs, fourth], answers, strict=True):
+        (scores,) = (await engine.probe([PROMPT + done.ids], ref)).logprobs
+        assert_agree(done.logprobs, scores[len(PROMPT) - 1 :], BFLOAT16 if ON_GPU else FLOAT32)
+        await engine.unload(ref)
 
 
 # ---- mutants: each of these must be noticed ----------------------------------------------------
