@@ -44,6 +44,8 @@ LONGROPE_SIZES: dict[str, Any] = {
     },
 }
 """The long factors begin after the tokens of the tests."""
+OWN_SIZES = {"Qwen3": {"head_dim": 64}, "Phi-4 with longrope": LONGROPE_SIZES}
+"""Sizes of single families. Qwen3: heads together wider than the hidden size."""
 
 
 def write_adapter(directory: Path, body: TransformersBody, step: int) -> AdapterRef:
@@ -58,7 +60,7 @@ def write_adapter(directory: Path, body: TransformersBody, step: int) -> Adapter
 
 
 def write_model(directory: Path, family: Family) -> TransformersBody:
-    model: Any = family.model(**SIZES, **(LONGROPE_SIZES if family.unshared else {}))
+    model: Any = family.model(**SIZES | OWN_SIZES.get(family.name, {}))
     model.save_pretrained(directory)
     spelling_tokenizer().save_pretrained(directory)
     return TransformersBody(model, raw=model.config.to_dict())

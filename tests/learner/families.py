@@ -148,8 +148,8 @@ FAMILIES = (
     ),
     Family(
         "Qwen3",
-        _config("Qwen3Config", head_dim=16),
-        "norms of q and k; heads wider than hidden",
+        _config("Qwen3Config", head_dim=32),
+        "norms of q and k; heads together wider than the hidden size",
         embedded=True,
         vllm=True,
         chat="qwen3",

@@ -178,6 +178,9 @@ def test_what_the_body_says(family: Family):
     assert any("experts" in note for note in body.notes) is family.experts
     assert (own_decoder(model.config.to_dict()) is not None) is family.embedded
     assert not family.chat or family.chat in CHAT_FAMILIES
+    config = model.config.get_text_config()
+    width = config.num_attention_heads * (getattr(config, "head_dim", None) or 0)
+    assert ("heads together wider" in family.peculiar) is (width > config.hidden_size)
     if family.experts:
         paths = [path for parts in body.layout.adapted.values() for path, _, _ in parts]
         assert sorted(paths) == sorted(
