@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tests.inference.conftest import write_vllm
@@ -18,6 +19,7 @@ from hone.errors import ConfigError, Conflict, EngineError, EngineFailed
 from hone.inference.base import Sampling, complete
 from hone.models import machine
 from hone.server import engine_choice
+from hone.server.app import create_apps
 from hone.server.art_requests import ArtModel, model_spec
 from hone.server.engine_choice import EngineChoice, Plan
 from hone.server.model_args import PROJECTIONS, checked_spec
@@ -264,6 +266,25 @@ async def test_a_running_vllm_that_restarted_gets_its_adapters_again(
             with pytest.raises(EngineFailed, match="no longer serves"):
                 await ask()
             assert await ask() == name and list(standin.loaded) == [name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_vllm_streams_only_to_clients_that_stream(
+    tiny_model: Path, tmp_path: Path, *, stream: bool
+) -> None:
+    standin = Standin()
+    with served(standin) as url:
+        async with SmallServer.started(tmp_path / "hone", engine_url=url) as server:
+            registered(server, small_spec(tiny_model))
+            messages = [{"role": "user", "content": "hi"}]
+            body = {"model": "agent", "messages": messages, "max_tokens": 1, "stream": stream}
+            transport = httpx.ASGITransport(create_apps(server)[1])
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200 and response.text.startswith("data: ") is stream
+    assert '"finish_reason":"length"' in response.text
+    assert standin.bodies[-1]["max_tokens"] == 1
+    assert standin.bodies[-1].get("stream", False) is stream
 
 
 def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
