@@ -50,8 +50,6 @@ PROBE_S = 0.02
 """Time between two one-token requests meanwhile; none waits for the answer of the one before."""
 PROBES = 8
 """Most of them that wait at a time: serving may be paused."""
-KL_LEARNING_RATE = 2e-3
-"""So that one step changes the answers by more than bfloat16 rounds."""
 ROLES = {WORKER: "vllm", "hone.learner.child": "learner"}
 """Parts of command lines, and the role of such a process and its children."""
 
@@ -69,9 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument(
-        "--repeats", type=int, default=4, help="of step and publish; the first warms up"
+        "--repeats", type=int, default=4, help="of step, publish (the first warms up) and kl"
     )
     parser.add_argument("--cycles", type=int, default=50)
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of kl")
     parser.add_argument("--max-seq-length", type=int, default=2048)
     options = parser.parse_args(arguments)
     options.scratch.mkdir(parents=True, exist_ok=True)
@@ -180,17 +179,21 @@ class _Bench:
         )
 
     async def kl(self) -> None:
-        """KL of sampler and learner on tokens of a trained step, and of plain HF with and without it."""
-        size = self._options.groups, self._options.rollouts
-        first, _ = await self._train(await self._groups(*size, 0), learning_rate=KL_LEARNING_RATE)
-        replies = await self._replies(*size, 1)
-        job, _ = await self._train([_group(messages, reply) for messages, reply in replies])
-        root = self._options.root or self._options.scratch / "root"
-        adapter = root / "bench" / "models" / "cycle" / "checkpoints" / f"{first.step:04d}"
-        learner = job.metrics["learn/mismatch_kl"]
-        say("KL of learner and vLLM", learner=learner)
-        plain = await asyncio.to_thread(_plain_kl, self._policy.base_model, adapter, replies)
-        say("KL beside plain HF", learner=learner, ratio=learner / plain["plain_hf"], **plain)
+        """KL of sampler and learner on tokens of each step, beside that of plain HF with and without it."""
+        options = self._options
+        root = options.root or options.scratch / "root"
+        checkpoints = root / "bench" / "models" / "cycle" / "checkpoints"
+        for step in range(options.repeats):
+            replies = await self._replies(options.groups, options.rollouts, step)
+            groups = [_group(messages, reply) for messages, reply in replies]
+            job, _ = await self._train(groups, learning_rate=options.learning_rate)
+            assert job.base_step == step, "a model that is new"
+            plain = await asyncio.to_thread(
+                _plain_kl, self._policy.base_model, checkpoints / f"{step:04d}", replies
+            )
+            learner = job.metrics["learn/mismatch_kl"]
+            ratio = learner / plain["plain_hf"]
+            say("KL to vLLM", step=step, learner=learner, ratio=ratio, **plain)
 
     # ---- requests ------------------------------------------------------------------------------
 
