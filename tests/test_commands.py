@@ -143,7 +143,7 @@ def test_run_says_why_the_workflow_failed():
 def test_run_wants_an_input():
     result = hone("run", "--config_file=a.yml")
     assert result.exit_code == 1
-    assert result.stderr.startswith("hone: hone run: there is no input; give --input")
+    assert result.stderr.startswith("hone: there is no input; give --input")
 
 
 # ---- eval -------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def run_command(
     from hone.workflow.run import RunOptions, run_inputs
 
     if not input and input_file is None:
-        raise ConfigError('hone run: there is no input; give --input "TEXT" or --input_file=FILE')
+        raise ConfigError('there is no input; give --input "TEXT" or --input_file=FILE')
     results = run_inputs(
         RunOptions(
             config_file=config_file,

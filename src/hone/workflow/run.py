@@ -131,7 +131,7 @@ def run_inputs(options: RunOptions) -> list[RolloutResult]:
                 f"{error.start}); save it so"
             ) from error
     if not inputs:
-        raise ConfigError("hone run: nothing to run on; give --input TEXT or --input_file FILE")
+        raise ConfigError("nothing to run on; give --input TEXT or --input_file FILE")
     return run_loop(_run_inputs(options, inputs))
 
 
