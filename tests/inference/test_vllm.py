@@ -628,7 +628,8 @@ async def test_a_crashed_engine_is_a_failure_that_says_why(
 async def test_closing_ends_what_runs_with_an_error(model: Path, tmp_path: Path) -> None:
     engine = await asyncio.to_thread(open_engine, model, tmp_path)
     running = asyncio.ensure_future(complete(engine, PROMPT, Sampling(max_tokens=450)))
-    await asyncio.sleep(0.5)
+    while not engine.stats().running:
+        await asyncio.sleep(0.001)
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await running
