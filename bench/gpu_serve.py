@@ -201,8 +201,7 @@ def _vllm(options: argparse.Namespace, model: Path) -> Iterator["Server"]:
     command += ["--model", str(model), "--served-model-name", "base", "--port", str(port)]
     command += ["--max-model-len", str(MAX_SEQ_LENGTH), "--enable-lora", "--max-loras", "3"]
     command += ["--max-lora-rank", "8", "--max-cpu-loras", str(MAX_CPU_LORAS)]
-    command += ["--lora-target-modules", *ADAPTED, "--dtype", "auto"]
-    command += ["--generation-config", "vllm"]
+    command += ["--lora-target-modules", *ADAPTED, "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
     command += ["--disable-uvicorn-access-log"]
     for key, value in engine_args(options).items():

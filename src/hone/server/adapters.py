@@ -39,7 +39,7 @@ class Adapters:
         self._changing = asyncio.Lock()
         self._unloading: asyncio.Task[None] | None = None
         self.unproved: set[str] = set()
-        """Published by the job of this base model (one at a time), and neither promoted nor withdrawn."""
+        """Published by the running job of this base model (one at a time), until it ends."""
         self.newest: dict[ModelKey, tuple[int, AdapterRef | None]] = {}
         """The promoted step of every model; None for step 0, which is the base weights."""
 
@@ -72,12 +72,10 @@ class Adapters:
 
     def promote(self, key: ModelKey, adapter: AdapterRef | None, step: int) -> None:
         self.newest[key] = (step, adapter)
-        self.unproved.clear()
 
     async def withdraw(self, adapter: AdapterRef) -> None:
         """Unload a step that was not proved; a promoted one stays."""
         async with self._changing:
-            self.unproved.clear()
             if adapter in self and adapter.sha256 not in self._promoted():
                 await self._unload(adapter.sha256)
 

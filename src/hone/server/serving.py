@@ -239,7 +239,7 @@ class Serving:
             await base.adapters.withdraw(adapter)
 
     def release_unproved(self, base_model: str) -> None:
-        """Let the engine unload a step whose job ended before it was promoted."""
+        """A job has ended: its engine may unload what it published, unless that was promoted."""
         if (base := self.engines.loaded().get(base_model)) is not None:
             base.adapters.unproved.clear()
 
