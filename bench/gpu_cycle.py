@@ -16,7 +16,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -110,6 +110,8 @@ class _Bench:
     ) -> None:
         self._url, self._pid, self._backend, self._http = url, pid, backend, http
         self._policy, self._options = policy, options
+        self._proof: dict[str, Any] = {}
+        """Of the last job."""
 
     async def step(self) -> None:
         """A whole GRPO step by phase."""
@@ -185,7 +187,7 @@ class _Bench:
         checkpoints = root / "bench" / "models" / "cycle" / "checkpoints"
         for step in range(options.repeats):
             replies = await self._replies(options.groups, options.rollouts, step)
-            groups = [_group(messages, reply) for messages, reply in replies]
+            groups = [_group(messages, reply, _short_words) for messages, reply in replies]
             job, _ = await self._train(groups, learning_rate=options.learning_rate)
             assert job.base_step == step, "a model that is new"
             plain = await asyncio.to_thread(
@@ -193,7 +195,7 @@ class _Bench:
             )
             learner = job.metrics["learn/mismatch_kl"]
             ratio = learner / plain["plain_hf"]
-            say("KL to vLLM", step=step, learner=learner, ratio=ratio, **plain)
+            say("KL to vLLM", step=step, learner=learner, ratio=ratio, **plain, proof=self._proof)
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -230,9 +232,11 @@ class _Bench:
 
         def on_event(event: JobEvent) -> None:
             at[event.type] = event.at
-            if event.type == "proved" and verdicts is not None:
-                verdict = event.data["verdict"]
-                verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            if event.type == "proved":
+                self._proof = event.data
+                if verdicts is not None:
+                    verdict = event.data["verdict"]
+                    verdicts[verdict] = verdicts.get(verdict, 0) + 1
 
         # One optimizer step a job, as TRL takes for such a batch.
         config = {"learning_rate": learning_rate, "groups_per_optimizer_step": len(groups)}
@@ -290,11 +294,22 @@ class _Bench:
         return {"model": name, "messages": [{"role": "user", "content": text}], **more}
 
 
-def _group(messages: Any, reply: Any) -> hone.TrajectoryGroup:
+def _group(
+    messages: Any, reply: Any, reward: Callable[[str], float] | None = None
+) -> hone.TrajectoryGroup:
+    """The answers to one prompt; without a reward, every other one is good."""
     return hone.TrajectoryGroup(
-        hone.Trajectory(messages_and_choices=[*messages, choice], reward=float(i % 2))
+        hone.Trajectory(
+            messages_and_choices=[*messages, choice],
+            reward=float(i % 2) if reward is None else reward(choice.message.content or ""),
+        )
         for i, choice in enumerate(reply.choices)
     )
+
+
+def _short_words(text: str) -> float:
+    """A reward that is soon learned, so that the adapter's steps are as large as those of a real run."""
+    return text.count(" ") / max(1, len(text))
 
 
 def _plain_kl(model: str, adapter: Path, replies: list[tuple[Any, Any]]) -> dict[str, float]:

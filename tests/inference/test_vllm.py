@@ -576,7 +576,9 @@ async def test_workers_die_with_their_server(model: Path, logs: Path) -> None:
     process = VllmProcess()
     assert process.log == logs / "vllm.log"
     arguments = [str(model), "--enforce-eager", "--max-model-len", "512", "--dtype", DTYPE]
-    arguments += ["--enable-lora", *(["--gpu-memory-utilization", "0.2"] if ON_GPU else [])]
+    arguments += ["--enable-lora"]
+    if ON_GPU:
+        arguments += ["--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30)]
     stages: list[str] = []
     process.start(require_vllm(PYTHON), arguments, tell=stages.append)
     assert {"vLLM loads the weights", "vLLM has allocated its KV cache"} <= set(stages)
