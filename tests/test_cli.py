@@ -88,7 +88,7 @@ def test_a_wrong_command_is_a_usage_error():
 @pytest.mark.parametrize(
     ("arguments", "status", "where"),
     [
-        (["serve", "--root", ""], 1, "--root ''"),
+        (["serve", "--root", ""], 2, "--root ''"),
         (["export", "agent", "out", "--root", ""], 2, "'--root'"),
         (["export", "agent", ""], 2, "'DIR'"),
         (["export-trajectories", "run", "-o", ""], 2, "'-o'"),

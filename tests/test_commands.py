@@ -142,8 +142,8 @@ def test_run_says_why_the_workflow_failed():
 
 def test_run_wants_an_input():
     result = hone("run", "--config_file=a.yml")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("hone: there is no input; give --input")
+    assert result.exit_code == 2
+    assert "there is no input; give --input" in unboxed(result.stderr)
 
 
 # ---- eval -------------------------------------------------------------------------------------
@@ -178,10 +178,9 @@ def test_eval_fails_if_a_rollout_failed():
 
 def test_eval_runs_rows_again_or_not_at_all():
     result = hone("eval", "--config_file=a.yml", "--reps", "2", "--skip_workflow")
-    assert result.exit_code == 1
-    assert (
-        result.stderr == "hone: --reps 2 and --skip_workflow: rows are run 2 times or not at all\n"
-    )
+    assert result.exit_code == 2
+    said = "--reps 2 and --skip_workflow: rows are run 2 times or not at all"
+    assert said in unboxed(result.stderr)
 
 
 # ---- finetune ---------------------------------------------------------------------------------
@@ -267,11 +266,11 @@ def test_info_knows_its_kinds():
     shown = unboxed(hone("info", "components", "--help").stdout)
     assert f"{', '.join(registry.KINDS[:-1])} or {registry.KINDS[-1]}." in shown
     result = hone("info", "components", "-t", "trianer")
-    assert result.exit_code == 1
-    assert result.stderr == (
-        "hone: -t trianer: no such kind. Known: function, llm_provider, evaluator, "
-        "dataset_loader, trajectory_builder, trainer_adapter, trainer, logger.\n"
-    )
+    assert result.exit_code == 2
+    assert (
+        "-t trianer: no such kind. Known: function, llm_provider, evaluator, "
+        "dataset_loader, trajectory_builder, trainer_adapter, trainer, logger."
+    ) in unboxed(result.stderr)
 
 
 COMMANDS = [

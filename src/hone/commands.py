@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hone.errors import ConfigError
 from hone.interrupt import INTERRUPTED, leave
 from hone.terminal import Command, LogLevel, pairs, parse_seconds, print_table
 
@@ -191,7 +190,8 @@ def eval_command(
 
     if reps > 1 and (skip_workflow or skip_completed_entries):
         flag = "--skip_workflow" if skip_workflow else "--skip_completed_entries"
-        raise ConfigError(f"--reps {reps} and {flag}: rows are run {reps} times or not at all")
+        message = f"--reps {reps} and {flag}: rows are run {reps} times or not at all"
+        raise typer.BadParameter(message)
     summary = evaluate(
         EvalOptions(
             config_file=config_file,
@@ -257,7 +257,7 @@ def run_command(
     from hone.workflow.run import RunOptions, run_inputs
 
     if not input and input_file is None:
-        raise ConfigError('there is no input; give --input "TEXT" or --input_file=FILE')
+        raise typer.BadParameter('there is no input; give --input "TEXT" or --input_file=FILE')
     results = run_inputs(
         RunOptions(
             config_file=config_file,
@@ -383,7 +383,9 @@ def components_command(
 
     for name in kind or ():
         if name not in registry.KINDS:
-            raise ConfigError(f"-t {name}: no such kind. Known: {', '.join(registry.KINDS)}.")
+            raise typer.BadParameter(
+                f"-t {name}: no such kind. Known: {', '.join(registry.KINDS)}."
+            )
     failed = (*plugins.discover(), *(plugins.load_toolkit() or ()))
     table = Table(box=None, pad_edge=False)
     for title in ("kind", "_type", "package", ""):

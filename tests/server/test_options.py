@@ -99,16 +99,22 @@ def test_several_values_and_no_second_port(started: list[Settings]):
     assert started[0].inference_port is None
 
 
+def test_a_wrong_value_is_an_error_of_usage(started: list[Settings]):
+    result = invoke("serve", "--port", "99999")
+    assert result.exit_code == 2 and not started
+    assert "--port 99999: Input should be less than or equal to 65535" in result.stderr
+
+
 def test_a_key_that_is_refused_is_not_shown(started: list[Settings]):
     result = invoke("serve", env={"HONE_API_KEY": "se cret"})
-    assert result.exit_code == 1 and not started
+    assert result.exit_code == 2 and not started
     assert "--api-key: expected at least one character" in result.stderr
     assert "cret" not in result.output
 
 
 def test_an_empty_key_is_refused_and_an_empty_variable_is_none(started: list[Settings]):
     result = invoke("serve", "--api-key", "")
-    assert result.exit_code == 1 and "--api-key: expected at least one" in result.stderr
+    assert result.exit_code == 2 and "--api-key: expected at least one" in result.stderr
     assert not started
     assert invoke("serve", env={"HONE_API_KEY": ""}).exit_code == 0
     assert started[0].api_key is None

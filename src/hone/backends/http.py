@@ -239,7 +239,7 @@ def _checked_url(base_url: str) -> str:
     except ValueError:  # a port that is not a number or too large, half of an IPv6 address
         valid = False
     if not valid:
-        raise ConfigError(f"base_url {base_url!r}: expected http://HOST:PORT")
+        raise ConfigError(f"{base_url!r} is not the address of a server: expected http://HOST:PORT")
     url = base_url.rstrip("/").removesuffix("/v1")
     # 0.0.0.0 is an address to listen on, not to connect to.
     return url.replace("//0.0.0.0", "//127.0.0.1", 1)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from hone.errors import ConfigError
 from hone.types import AdvertisedUrl, Directory, Strict
 from hone.wire.access import KEY_FORM, is_key
 
@@ -210,7 +209,9 @@ def settings_options(**defaults: Any) -> Callable[[Command], Command]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Settings:
-    """Settings from the values of the options; a wrong one is a ConfigError that names it."""
+    """Settings from the values of the options; a wrong one is an error of usage that names it."""
+    from typer import BadParameter  # imported here: a server in another process does not need it
+
     # An option that was not given and has no default is None; so is a list that is empty.
     values = {name: value for name, value in options.items() if value is not None}
     try:
@@ -221,7 +222,7 @@ def read_settings(options: Mapping[str, Any]) -> Settings:
         message = first["msg"].removeprefix("Value error, ")
         # A refused key may still be valid elsewhere, so it is not shown.
         value = "" if name == "api_key" else f" {first['input']!r}"
-        raise ConfigError(f"{flag(name)}{value}: {message}") from None
+        raise BadParameter(f"{flag(name)}{value}: {message}") from None
 
 
 def _parameter(name: str, field: FieldInfo, default: Any) -> inspect.Parameter:
