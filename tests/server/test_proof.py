@@ -371,3 +371,25 @@ async def test_a_proof_that_other_requests_hold_up_is_tried_again(tiny_model: Pa
         Held.holds = False
         ended = await server.ended(job.id)
     assert (ended.state, ended.step, ended.attempts) == ("done", 1, 1)
+
+
+async def test_an_engine_with_a_shorter_context_scores_what_it_can(
+    tiny_model: Path, tmp_path: Path
+):
+    """vLLM's max_model_len may be below the length of a job's calls, which another server sampled."""
+
+    class Short(EmbeddedEngine):
+        @property
+        def max_length(self) -> int:
+            return 4
+
+    def short(name: str) -> Short:
+        return Short(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
+
+    async with SmallServer.started(tmp_path / "hone", open_engine=short) as server:
+        job = server.submit(server.models.register(spec(tiny_model)), token_groups())
+        server.service.wake()
+        ended = await server.ended(job.id)
+        proof = next(e.data for e in server.jobs.events(job.id) if e.type == "proved")
+    assert (ended.state, ended.step) == ("done", 1), ended.failure
+    assert proof["verdict"] == "proved" and proof["tokens"] > 0

@@ -52,6 +52,11 @@ class Proof:
     """Number of tokens compared."""
 
 
+def beginnings(movement: Mapping[str, Any], max_length: int) -> list[Sequence[int]]:
+    """The sequences as far as the engine's context reaches; a job's calls may be longer."""
+    return [ids[:max_length] for ids in movement["sequences"]]
+
+
 async def probed(
     before: Awaitable[Probe], after: Awaitable[Probe], *, pause_s: float
 ) -> tuple[Probe, Probe]:
@@ -121,7 +126,7 @@ def _bounded(ours: float, theirs: float, most: float) -> tuple[float, float]:
 
 
 def _scored(tokens: Iterable[Mapping[str, Any]], *probes: Probe) -> list[Mapping[str, Any]]:
-    """The tokens that the engine scored: it may leave out the last one of a sequence."""
+    """The tokens that the engine scored."""
     return [t for t in tokens if all(t["place"] <= len(p.logprobs[t["sequence"]]) for p in probes)]
 
 

@@ -32,7 +32,7 @@ from hone.inference.base import AdapterRef, Probe
 from hone.logs import say
 from hone.server.job_stages import JobStages
 from hone.server.learners import Learners, StartLearner
-from hone.server.proof import probed, prove
+from hone.server.proof import beginnings, probed, prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part, until
@@ -375,7 +375,8 @@ class TrainingService:
         async def probe() -> Probe:
             base = await self._serving.engines.base(job.base_model)
             before = None if newest.step == 0 else await self._serving.publish(record, newest)
-            return await base.engine.probe(movement["sequences"], before, with_hash=False)
+            sequences = beginnings(movement, base.engine.max_length)
+            return await base.engine.probe(sequences, before, with_hash=False)
 
         self._probing[job.id] = task = asyncio.create_task(probe())
         # If the job fails first, the task's error is never read.
@@ -385,7 +386,8 @@ class TrainingService:
         self, job: JobInfo, base: Base, checkpoint: Checkpoint, after: AdapterRef
     ) -> None:
         movement = checkpoint.manifest["movement"]
-        probing = self._probing[job.id], base.engine.probe(movement["sequences"], after)
+        sequences = beginnings(movement, base.engine.max_length)
+        probing = self._probing[job.id], base.engine.probe(sequences, after)
         async with self._until_cancelled(job):
             old, new = await probed(*probing, pause_s=self._settings.pause_s)
         try:
