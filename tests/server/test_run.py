@@ -153,19 +153,19 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "status", "says"),
     [
-        (["--engine", "abacus"], "--engine 'abacus'"),
-        (["--port", "70000"], "--port 70000"),
-        (["--trust-network", "10.0.0.0/99"], "--trust-network"),
-        (["--log-level", "loud"], "--log-level 'loud'"),
-        (["--device", "gpu"], "--device 'gpu': expected cpu, cuda or cuda:N"),
-        (["--device", "cuda:99"], "--device cuda:99: torch "),
+        (["--engine", "abacus"], 2, "--engine 'abacus'"),
+        (["--port", "70000"], 2, "--port 70000"),
+        (["--trust-network", "10.0.0.0/99"], 2, "--trust-network"),
+        (["--log-level", "loud"], 2, "--log-level 'loud'"),
+        (["--device", "gpu"], 2, "--device 'gpu': expected cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], 1, "--device cuda:99: torch "),  # another machine may have it
     ],
 )
-def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], says: str):
+def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], status: int, says: str):
     refused = CliRunner().invoke(app, ["serve", "--root", str(tmp_path), *options])
-    assert refused.exit_code == 1 and says in refused.stderr
+    assert refused.exit_code == status and says in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
