@@ -1,10 +1,11 @@
 """The learner on a CUDA device: the same step as on the CPU, within float32."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from tests.learner.families import FAMILIES, Family
+from tests.learner.families import FAMILIES, Family, write_factors
 from tests.learner.test_families import (
     families,
     gradients,
@@ -12,6 +13,7 @@ from tests.learner.test_families import (
     random_lora,
     samples,
 )
+from tests.learner.test_transformers_body import check_rounding
 
 from hone.learner.forward import row_logprobs
 from hone.learner.learner import Learner
@@ -21,6 +23,7 @@ from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.fit import Recomputation
 from hone.models.lora import Lora
+from hone.models.lora_linear import LayerFactors, LoraLinear, LoraLinears
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, TrainConfig
 
@@ -97,6 +100,74 @@ def test_flex_attention_equals_the_segments_of_the_cpu(
     (ours, expected), (theirs, actual) = results["cpu"], results["cuda"]
     assert (ours - theirs).abs().max() < 1e-3
     assert (actual - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [4, 70])
+@pytest.mark.parametrize(("outputs", "inputs"), [([200], 64), ([64], 200), ([64, 40], 64)])
+@pytest.mark.parametrize("joint", [True, False])
+def test_layers_round_as_vllm_does(outputs: list[int], inputs: int, rank: int, joint: bool):
+    """On the CPU in test_transformers_body.py."""
+    check_rounding(outputs, inputs, rank=rank, joint=joint, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "outputs", "ranks"), [(1, 40, 3), (300, 1032, 8), (65, 130, 70)])
+def test_a_product_is_added_to_parts_of_wider_rows(
+    rows: int, outputs: int, ranks: int, dtype: torch.dtype
+):
+    from hone.models.lora_kernel import add_product
+
+    torch.manual_seed(0)
+    wide = torch.randn(rows, outputs + 24, device="cuda", dtype=dtype)
+    z = torch.randn(rows, ranks + 5, device="cuda", dtype=dtype)[:, :ranks]
+    b = torch.randn(ranks, outputs, device="cuda", dtype=dtype).t()
+    before = wide.clone()
+    for y in (wide[:, :outputs], wide[:, 24:], wide.t().contiguous().t()[:, :outputs]):
+        exact = y.double() + z.double() @ b.double().t()
+        total = add_product(y, z, b)
+        assert total.dtype == dtype
+        assert (total - exact).norm() / exact.norm() < (2e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.equal(wide, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [([1032], 1504), ([1504], 1032), ([1032, 1032], 520), ([520, 72], 520)]
+)
+def test_compiled_joint_layers_have_exact_gradients(outputs: list[int], inputs: int):
+    """The compiler pads rows of more than 1,024 numbers, so their stride is not their length."""
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(inputs, n, device="cuda").requires_grad_(False) for n in outputs]
+    exact = [copy.deepcopy(linear).bfloat16().double() for linear in linears]
+    layers = LoraLinears([linear.bfloat16() for linear in linears])
+    layers.joint = True
+    rank, rows = 8, 500
+    x = torch.randn(1, rows, inputs, device="cuda").requires_grad_()
+    a = (torch.randn(rank * len(outputs), inputs, device="cuda") / inputs**0.5).requires_grad_()
+    b = [torch.randn(n, rank, device="cuda").requires_grad_() for n in outputs]
+    weights = [torch.randn(1, rows, n, device="cuda") for n in outputs]
+    layers.factors = [LayerFactors(a, own, rank * i) for i, own in enumerate(b)]
+    write_factors(layers)
+    parts = [LoraLinear(layers, i) for i in range(len(outputs))]
+
+    def joint(x: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.nn.functional.silu(x.bfloat16())
+        return [part(x) for part in parts]
+
+    def separate(x: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.nn.functional.silu(x.double())
+        z = (x @ a.double().t()).split(rank, -1)
+        return [linear(x) + z[i] @ b[i].double().t() for i, linear in enumerate(exact)]
+
+    results = []
+    for layer in (torch.compile(joint, dynamic=False), separate):
+        y = layer(x)
+        loss = torch.stack([(one * w).sum() for one, w in zip(y, weights, strict=True)]).sum()
+        results.append([*y, *torch.autograd.grad(loss, [x, a, *b])])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() / expected.norm() < 0.01
 
 
 @pytest.mark.gpu

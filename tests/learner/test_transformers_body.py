@@ -34,6 +34,7 @@ from hone.models.lora_linear import (
     LoraModules,
     lora_linears,
 )
+from hone.models.machine import prefer_blas
 from hone.models.shape import BODY, Linears, adapted_linears, restricted, runs_own_decoder
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
@@ -295,6 +296,45 @@ def test_joint_layers_have_the_gradients_of_separate_ones(
             torch.testing.assert_close(joint, one_by_one)
     for one, linear in zip(LoraLinear(layers, 0).weight, linears[0].weight, strict=True):
         assert torch.equal(one, linear)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [([96], 32), ([32], 96), ([64, 32], 64)])
+def test_layers_round_as_vllm_does(outputs: list[int], inputs: int, joint: bool):
+    """vLLM adds an adapter's output to one that is rounded to bfloat16, and so loses the smallest parts."""
+    check_rounding(outputs, inputs, rank=4, joint=joint)
+
+
+def check_rounding(
+    outputs: list[int], inputs: int, *, rank: int, joint: bool, device: str = "cpu"
+) -> None:
+    """Compiled on a GPU, as layers are there."""
+    prefer_blas()  # torch would warn that bfloat16 is slow
+    torch.manual_seed(0)
+    x = torch.randn(1, 300, inputs, device=device, dtype=torch.bfloat16)
+    linears = [torch.nn.Linear(inputs, n).to(device, torch.bfloat16) for n in outputs]
+    bases = [linear.requires_grad_(False)(x) for linear in linears]
+    layers = LoraLinears(linears)
+    layers.joint, layers.scale = joint, 2.0
+    a = torch.randn(rank * len(outputs), inputs, device=device) / inputs**0.5
+    b = [torch.randn(n, rank, device=device) / (1000 * rank**0.5) for n in outputs]
+    layers.factors = [LayerFactors(a, own, rank * i) for i, own in enumerate(b)]
+    write_factors(layers)
+    parts = [LoraLinear(layers, i) for i in range(len(outputs))]
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        # The consumer would be one kernel with the addition, without rounding between them.
+        return [3 * part(x).float() for part in parts]
+
+    results = (run if device == "cpu" else torch.compile(run, dynamic=False))(x)
+    for i, (one, base) in enumerate(zip(results, bases, strict=True)):
+        z = torch.nn.functional.linear(x, a[rank * i : rank * (i + 1)].bfloat16())
+        delta = z.double() @ (2 * b[i]).bfloat16().double().t()
+        expected = (base.double() + delta).bfloat16()
+        assert 0.2 < (expected == base).double().mean() < 0.8, (
+            "the adapter is small, but not too small"
+        )
+        assert (one != 3 * expected.float()).double().mean() < 0.03
 
 
 def test_joint_layers_compute_with_the_newest_factors():

@@ -5,9 +5,9 @@ Out:  Proof, or NotProved
 
 Learner and engine compute log-probabilities of the same tokens under the old and the new adapter.
 If the engine really changed, its movements plotted against the learner's lie on a line through the
-origin. The slope is one if both compute exactly. In bfloat16 it is smaller: an engine that adds the
-adapter's product to a rounded output loses most of a small product, so a first step moves it half as
-far as the learner or less. There the slope only has to be clearly above zero and not far above one.
+origin. The slope is one if both compute exactly. In bfloat16 it is less certain: the adapter's product
+is added to a rounded output, so most of a small product is lost, and the engine may lose other parts
+than the learner. There the slope only has to be clearly above zero and not far above one.
 A movement that is not clearly larger than the rounding error proves nothing; then the hash, which
 the engine computes from its own tensors, decides, and the verdict says so. An engine that cannot
 read its tensors is proved by log-probabilities alone, or not at all; the verdict says which.
