@@ -19,8 +19,11 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from tests.finetune.rehearsal import document
 from tests.patience import PATIENCE_S
+from typer import BadParameter
+from typer.testing import CliRunner
 
 from hone import LocalBackend
+from hone.cli import app
 from hone.errors import ConfigError
 from hone.evaluation.base import EvalOptions
 from hone.evaluation.run import evaluate
@@ -276,12 +279,14 @@ def test_its_port_is_its_own_while_its_components_are_built(tmp_path: Path):
 
 
 def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0: other machines could run"):
+    with pytest.raises(BadParameter, match=r"--host 0\.0\.0\.0: other machines could run"):
         serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
     for key in ("", " ", "schl\u00fcssel"):  # no client can send one of these
         options = ServeWorkflowOptions(config, host="192.0.2.1", api_key=key)
-        with pytest.raises(ConfigError, match="--api_key: expected at least one character, all"):
+        with pytest.raises(BadParameter, match="--api_key: expected at least one character, all"):
             serve_workflow(options, print)
+    command = ["serve-workflow", f"--config_file={config}", "--api_key", ""]
+    assert CliRunner().invoke(app, command).exit_code == 2, "as every invalid value"
     with workflow(config, "--api_key", "sesame") as url:
         for sent, why in (
             ({}, "the request has no API key; "),

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from typer import BadParameter
 
 from hone.config.build import build
 from hone.config.schema import read
@@ -89,9 +90,9 @@ class ServeWorkflowOptions:
 def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit status."""
     if options.api_key is not None and not is_key(options.api_key):
-        raise ConfigError(f"--api_key: {KEY_FORM}; leave it out for a service without a key")
+        raise BadParameter(f"--api_key: {KEY_FORM}; leave it out for a service without a key")
     if not _is_loopback(options.host) and not options.api_key:
-        raise ConfigError(
+        raise BadParameter(
             f"--host {options.host}: other machines could run the workflow; set --api_key KEY, and "
             "HONE_ENDPOINT_API_KEY=KEY where `--endpoint` is used"
         )
