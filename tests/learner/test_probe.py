@@ -97,8 +97,15 @@ def test_what_calls_share_counts_once_and_is_watched_once():
     assert [c.ids[24] for c in probe.calls] == [200, 300, 400]
     assert len(trained(probe)) == 72
     assert others(probe) == [*range(77, 100)]  # of the first call; the others begin alike
-    whole = chosen(BF16, *same)
-    assert [c.ids[100] for c in whole.calls] == [200, 300, 400, 500]  # 140 + 40 + 40 + 40 <= 320
+    assert [c.ids[100] for c in chosen(BF16, *same[:3]).calls] == [200, 300, 400]
+
+
+def test_an_engine_without_a_prefix_cache_scores_at_most_512_tokens():
+    """vLLM computes every sequence of a probe whole."""
+    same = [call(range(100), range(start, start + 40)) for start in (200, 300, 400, 500)]
+    assert [len(c.ids) for c in chosen(BF16, *same).calls] == [140] * 3  # 140 + 40 + 40 + 40 <= 320
+    long = [call(range(300), range(start, start + 5)) for start in (400, 500, 600, 700)]
+    assert [len(c.ids) for c in chosen(BF16, *long).calls] == [305]
 
 
 def test_equal_calls_are_looked_at_once():

@@ -170,6 +170,46 @@ async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(
         assert server.serving.newest(record)[0] == 2
 
 
+class ShowsNoTensors(EmbeddedEngine):
+    """As a vLLM that somebody else started. Its log-probabilities are rounded to steps of `rounding`."""
+
+    rounding = 0.0
+
+    async def probe(
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapter: AdapterRef | None = None,
+        *,
+        with_hash: bool = True,
+    ) -> Probe:
+        probe = await super().probe(sequences, adapter, with_hash=False)
+        step = self.rounding
+        rows = [[round(p / step) * step if step else p for p in row] for row in probe.logprobs]
+        return Probe(None, tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "verdict"), [(0.0, "proved by logprob alone"), (4.0, "unproved")]
+)
+async def test_an_engine_that_shows_no_tensors_serves_a_step_and_says_if_it_is_not_proved(
+    tiny_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    rounding: float,
+    verdict: str,
+):
+    engine = ShowsNoTensors(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
+    engine.rounding = rounding
+    async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
+        record = server.models.register(spec(tiny_model))
+        job = await server.ended(server.submit(record, token_groups()).id)
+        assert job.state == "done" and job.step == 1
+        proved = next(e.data for e in server.jobs.events(job.id) if e.type == "proved")
+    assert proved["verdict"] == verdict
+    said = [r.levelname for r in caplog.records if "served, but not proved" in r.getMessage()]
+    assert said == (["WARNING"] if verdict == "unproved" else [])
+
+
 class TellsCalls(EmbeddedEngine):
     """Remembers publishes and probes in the order in which they began."""
 

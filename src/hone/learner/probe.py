@@ -37,6 +37,8 @@ class Reach:
     tokens: int
     """Maximum tokens of all calls together, with shared prefixes counted once; at least one
     call."""
+    scored: int
+    """The same, with every call counted whole: vLLM scores sequences without its prefix cache."""
     context: int | None = None
     """Tokens before the first trained one; None for all of them."""
     span: int | None = None
@@ -45,8 +47,8 @@ class Reach:
     """Tokens of one call: an engine that scores a sequence holds all its logits at once."""
 
 
-WHOLE = Reach(calls=4, tokens=320, longest=384)
-SHORT = Reach(calls=4, tokens=96, context=24, span=24)
+WHOLE = Reach(calls=4, tokens=320, scored=512, longest=384)
+SHORT = Reach(calls=4, tokens=96, scored=512, context=24, span=24)
 """In a window tokens move half as far as in their whole context. In float32 that is still sixty times
 the numerical difference of two programs (SmolLM2, learning rate 1e-5), for a third of the work. In
 bfloat16 that difference is as large as a step's movement, so calls are scored whole, up to 384 tokens:
@@ -89,14 +91,17 @@ class ProbeCalls:
         calls = [call for sample in samples for call in sample.calls if call.advantage != 0]
         calls.sort(key=lambda call: (-abs(call.advantage), len(call.ids)))
         chosen: list[_Window] = []
-        left = reach.tokens
+        left, unscored = reach.tokens, reach.scored
         for call in calls[: 4 * reach.calls]:
             window = _Window.cut(call, reach, [other.ids for other in chosen])
             if len(chosen) == reach.calls or left <= 0:
                 break
-            if len(window.own) and (not chosen or len(window.ids) - window.known <= left):
+            length = len(window.ids)
+            fits = length - window.known <= left and length <= unscored
+            if len(window.own) and (not chosen or fits):
                 chosen.append(window)
-                left -= len(window.ids) - window.known
+                left -= length - window.known
+                unscored -= length
         watched = [
             window.watched(extra) for window, extra in zip(chosen, _spread(chosen), strict=True)
         ]

@@ -39,6 +39,10 @@ MIN_NOISE = 1e-6
 Verdict = Literal["proved", "unprovable by logprob", "proved by logprob alone", "unproved"]
 """The first two verdicts rest on the hash, with or without log-probabilities; the others have no
 hash."""
+UNPROVED = (
+    "the step is served, but not proved: this vLLM does not show its tensors, and the step moved "
+    "log-probabilities less than rounding does"
+)
 
 
 @dataclass(frozen=True, slots=True)

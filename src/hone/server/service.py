@@ -32,7 +32,7 @@ from hone.inference.base import AdapterRef, Probe
 from hone.logs import say
 from hone.server.job_stages import JobStages
 from hone.server.learners import Learners, StartLearner
-from hone.server.proof import beginnings, probed, prove
+from hone.server.proof import UNPROVED, beginnings, probed, prove
 from hone.server.serving import Base, Serving
 from hone.server.settings import Settings
 from hone.server.supervision import Part, until
@@ -364,11 +364,7 @@ class TrainingService:
             raise Cancelled(f"job {job.id!r} was cancelled; step {job.base_step} stays served")
 
     def _probe_before(
-        self,
-        job: JobInfo,
-        record: ModelRecord,
-        newest: Checkpoint,
-        movement: Mapping[str, Any],
+        self, job: JobInfo, record: ModelRecord, newest: Checkpoint, movement: Mapping[str, Any]
     ) -> None:
         """Start the engine's probe of the previous step; does not wait for it."""
 
@@ -397,4 +393,6 @@ class TrainingService:
             await base.adapters.withdraw(after)
             raise
         self._metrics.publishes.labels(proof.verdict).inc()
+        if proof.verdict == "unproved":
+            say(UNPROVED, level=logging.WARNING, job=job.id, model=job.model)
         await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))
