@@ -259,7 +259,8 @@ async def test_a_job_is_trained_published_with_proof_and_served(
         job = await train(backend, agent, f"r{step - 1}")
         assert (job.state, job.step) == ("done", step), job
         proof = (await events(backend, job))["proved"]
-        assert proof["data"]["verdict"] == "proved" or ON_GPU, proof
+        verdicts = ("proved", "unprovable by logprob") if ON_GPU else ("proved",)
+        assert proof["data"]["verdict"] in verdicts, proof
         answer = await ask(backend, f"r{step}", n=4, seed=1)
         assert answer["policy_step"] == step
         checkpoints = backend.root / "test" / "models" / "agent" / "checkpoints"

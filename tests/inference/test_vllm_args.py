@@ -15,6 +15,7 @@ from hone.inference.vllm_process import check_version, find_vllm, require_vllm
 KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "max_model_len"}
 KNOWN |= {
     "dtype",
+    "max_logprobs",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "max_cpu_loras",
@@ -39,6 +40,9 @@ KNOWN |= {
         ("trust_remote_code", False),
         ("compilation_config", {"mode": 0, "cudagraph_capture_sizes": [1, 2]}),
         ("pipeline_parallel_size", 1),
+        ("prefill_context_parallel_size", 1),
+        ("max_logprobs", 20),
+        ("max_logprobs", -1),
         ("inference_gpu_ids", [0, 1]),
         ("trainer_gpu_ids", [1]),
     ],
@@ -67,8 +71,19 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
         ("download_dir", "/etc", "'/etc' cannot be set: it reaches beyond the server's root"),
         ("max_num_seqs", [1, "--trust-remote-code"], "has an item that begins with '-'"),
         ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
+        ("data_parallel_size", 0, "0 cannot be set: hone runs one vLLM server per base model"),
+        ("data_parallel_address", "0.0.0.0", "hone runs one vLLM server per base model"),
+        ("data_parallel_size_local", 2, "hone runs one vLLM server per base model"),
+        ("master_addr", "10.0.0.1", "hone runs one vLLM server per base model"),
+        ("prefill_context_parallel_size", 2, "2 cannot be set: it needs GPUs that hone does not"),
+        ("device_ids", [1], "[1] cannot be set: use inference_gpu_ids"),
+        ("revision", "abc", "'abc' cannot be set: the base model of the registered model is"),
+        ("tokenizer_revision", "abc", "'abc' cannot be set: the base model of the registered"),
+        ("enable_lora", False, "False cannot be set: hone loads the adapters"),
+        ("generation_config", False, "False cannot be set: it would change the log-prob"),
         ("pipeline_parallel_size", 2, "no step could be published; use tensor_parallel_size"),
         ("max_loras", 1, "1; hone needs 3 or more"),
+        ("max_logprobs", 5, "5; hone needs 20 or more, which a client may ask for"),
         ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
         ("inference_gpu_ids", ["0"], "is not a list of GPU ids"),
         (
@@ -173,6 +188,14 @@ def test_the_user_may_raise_what_hone_needs() -> None:
     assert "--lora-target-modules" not in given
     assert given["--max-loras"] == ["12"] and given["--max-cpu-loras"] == ["40"]
     assert given["--max-lora-rank"] == ["256"] and "--no-enable-sleep-mode" in given
+
+
+def test_vllm_keeps_more_adapters_than_hone_may_serve() -> None:
+    """Else it would drop one, and read its files again while requests wait."""
+    for asked, given in ((6, "12"), (12, "12"), (30, "30"), (None, "1024")):
+        args = {"max_cpu_loras": asked}
+        line = server_arguments("/m", "b", args, modules=(), max_adapters=10, rank=8, sleeps=False)
+        assert options(line)["--max-cpu-loras"] == [given]
 
 
 def test_no_value_is_read_as_an_option() -> None:

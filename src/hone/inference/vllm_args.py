@@ -26,6 +26,8 @@ MAX_CPU_LORAS = 1024
 drop one of the others, or it would read the files again while requests wait."""
 MAX_LOGPROBS = 20
 """Alternatives per token that the OpenAI API may request."""
+UNLIMITED = -1
+"""vLLM's max_logprobs for any number of them."""
 
 TENSOR_PARALLEL = "tensor_parallel_size"
 """Number of vLLM's GPUs."""
@@ -57,6 +59,8 @@ OWNED: dict[str, str] = {
     "served_model_name": _MODEL,
     "tokenizer": _MODEL,
     "hf_config_path": _MODEL,
+    "revision": _MODEL,
+    "tokenizer_revision": _MODEL,
     "runner": _TOKENS,
     "convert": _TOKENS,
     "skip_tokenizer_init": _TOKENS,
@@ -70,8 +74,23 @@ OWNED: dict[str, str] = {
     "default_mm_loras": _PUBLISH,
     "lora_target_modules": "adapters are on every linear layer of the model; leave it out",
     "data_parallel_size": _ONE,
+    "data_parallel_size_local": _ONE,
+    "data_parallel_rank": _ONE,
+    "data_parallel_start_rank": _ONE,
+    "data_parallel_address": _ONE,
+    "data_parallel_rpc_port": _ONE,
+    "data_parallel_backend": _ONE,
+    "data_parallel_external_lb": _ONE,
+    "data_parallel_hybrid_lb": _ONE,
+    "data_parallel_multi_port_external_lb": _ONE,
     "nnodes": _ONE,
     "node_rank": _ONE,
+    "master_addr": _ONE,
+    "master_port": _ONE,
+    "device_ids": f"use {INFERENCE_IDS}",
+    "prefill_context_parallel_size": (
+        f"it needs GPUs that hone does not plan for; use {TENSOR_PARALLEL}"
+    ),
     "pipeline_parallel_size": (
         "each stage of vLLM would hold a part of an adapter's layers, and no step could be published; "
         f"use {TENSOR_PARALLEL}"
@@ -123,8 +142,10 @@ _SAME: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
     "pipeline_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
 }
-"""Values of refused arguments that equal what hone sets anyway; null and false are accepted too."""
+"""Values of refused arguments that equal what hone sets anyway; false for all others. Null is accepted,
+too."""
 
 
 def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
@@ -139,7 +160,7 @@ def check_arg(where: str, key: str, value: Any, known: Collection[str]) -> None:
                 f"{where}: {value!r} names GPU {repeated[0]} more than once; name each GPU once"
             )
         return
-    if key in OWNED and value not in (None, False, _SAME.get(key)):
+    if key in OWNED and value not in (None, _SAME.get(key, False)):
         raise ConfigError(f"{where}: {value!r} cannot be set: {OWNED[key]}")
     if key not in known and key not in OWNED:
         raise ConfigError(f"{where}: this vLLM has no such argument.{did_you_mean(key, known)}")
@@ -159,6 +180,14 @@ def _check_value(where: str, key: str, value: Any) -> None:
         raise ConfigError(
             f"{where}: {value!r}; hone needs {MIN_LORAS} or more, else requests of a new step wait "
             "for those of the old one"
+        )
+    if (
+        key == "max_logprobs"
+        and value != UNLIMITED
+        and (type(value) is not int or value < MAX_LOGPROBS)
+    ):
+        raise ConfigError(
+            f"{where}: {value!r}; hone needs {MAX_LOGPROBS} or more, which a client may ask for"
         )
     if key == "max_lora_rank" and value not in RANKS:
         raise ConfigError(f"{where}: {value!r}; vLLM accepts {', '.join(map(str, RANKS))}")
