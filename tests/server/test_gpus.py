@@ -27,7 +27,8 @@ from hone.models.cache import cache_home
 from hone.models.card import CONTEXT
 from hone.models.decoder import Decoder
 from hone.server import engine_choice
-from hone.server.gpus import Gpus, choose_gpus, visible
+from hone.server import gpus as server_gpus
+from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.serving import OpenEngine
 from hone.server.settings import Settings
 from hone.types import ModelSpec
@@ -133,6 +134,52 @@ def test_numbers_are_among_those_that_the_server_sees(monkeypatch: pytest.Monkey
     assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "1,0"} and visible([]) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
     assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "GPU-5,4"}
+
+
+@pytest.fixture
+def one_gpu_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees a GPU; no driver has a device file."""
+    monkeypatch.setattr(server_gpus, "DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.setattr(server_gpus, "OTHER_DRIVERS", (tmp_path / "dxg", tmp_path / "kfd"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(fit, "total_memory", lambda device: 24 * GB)
+    monkeypatch.setattr(machine, "choose", lambda device: ("cuda", torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0"])
+def test_the_gpus_are_those_of_torch_whatever_the_driver(
+    one_gpu_for_torch: None, device: str | None
+):
+    """WSL2 and ROCm have no /dev/nvidiactl."""
+    assert num_gpus(device) == 1 and num_gpus("cpu") == 0
+
+
+@pytest.mark.parametrize("driver", [None, "nvidiactl", "dxg", "kfd"])
+def test_torch_is_loaded_only_if_there_may_be_a_gpu(
+    one_gpu_for_torch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str | None
+):
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import fails
+    if driver is None:
+        assert num_gpus(None) == 0 and num_gpus("cpu") == 0
+        return
+    (tmp_path / driver).touch()
+    assert num_gpus("cpu") == 0
+    with pytest.raises(ImportError, match="torch"):
+        num_gpus(None)
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_vllm_shares_a_gpu_of_another_driver_by_a_plan(
+    one_gpu_for_torch: None, vllm: Path, tiny_model: Path, tmp_path: Path, device: str | None
+):
+    server = SmallServer.at(tmp_path / "hone", engine="auto", engine_python=vllm, device=device)
+    assert server.serving.choice.describe().startswith("vLLM ")
+    options, visible_gpus, _ = started(server, tiny_model, tmp_path, gpu_memory_utilization=0.9)
+    card = server.serving.choice.card(str(tiny_model))
+    assert card is not None and card.sleeps
+    assert server.serving.on_gpu_of(str(tiny_model)) == {str(tiny_model): True}
+    assert visible_gpus == "0" and "--enable-sleep-mode" in options
+    server.store.close()
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ first GPU is always cuda:0.
 
 import os
 import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from hone.inference.vllm_args import INFERENCE_IDS, TENSOR_PARALLEL, TRAINER_IDS
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/dev/nvidiactl")
 """Exists where NVIDIA's driver is loaded."""
+OTHER_DRIVERS = (Path("/dev/dxg"), Path("/dev/kfd"), Path("/dev/nvmap"))
+"""Device files on WSL2, with ROCm and on Jetson. The first two also exist for GPUs that torch cannot
+use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +125,16 @@ def _lacks_cuda() -> str | None:
 
 
 def num_gpus(device: str | None) -> int:
-    """CUDA devices that may be used."""
-    if device == "cpu" or not DRIVER.exists():
-        return 0  # without loading torch
+    """CUDA devices that torch sees; 0 with `--device cpu`.
+
+    Without `--device`, torch is loaded for it only if a driver has a device file: that takes seconds,
+    and a server without a GPU starts without torch.
+    """
+    if device == "cpu":
+        return 0
+    is_loaded = sys.modules.get("torch") is not None
+    if device is None and not is_loaded and not any(d.exists() for d in (DRIVER, *OTHER_DRIVERS)):
+        return 0
     import torch
 
     with suppress(RuntimeError):
