@@ -191,6 +191,25 @@ def test_the_advice_has_values_that_fit():
     assert "reduce max_seq_length to 150;" in text and "gpu_memory_utilization to 0." in text
 
 
+@pytest.mark.parametrize(
+    ("generations", "says"),
+    [
+        (8, "reduce num_generations to 4;"),
+        (3, "reduce num_generations to 2;"),
+        # A group needs two for a comparison.
+        (2, "keep num_generations at 2;"),
+        (1, "keep num_generations at 1;"),
+        (None, "halve num_generations;"),
+    ],
+)
+@pytest.mark.parametrize("is_vllm", [True, False])
+def test_the_advice_never_names_more_generations(
+    generations: int | None, says: str, *, is_vllm: bool
+):
+    text = memory_advice(80 * GB, needs("7B"), generations=generations, is_vllm=is_vllm)
+    assert says in text and text.count("num_generations") == 1
+
+
 @pytest.mark.parametrize(("size", "total", "utilization"), [("3B", 24, 0.9), ("7B", 48, 0.95)])
 def test_the_advice_fits_a_server_that_goes_on_serving(size: str, total: int, utilization: float):
     """vLLM does not sleep: its share must leave room for the learner."""

@@ -205,9 +205,7 @@ def memory_advice(
 
     `utilization`, `sleep` and `kv` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
     """
-    fewer = "halve num_generations"  # without a job, its value is not known
-    if generations is not None:
-        fewer = f"reduce num_generations to {max(2, generations // 2)}"
+    fewer = _fewer(generations)
     if not is_vllm:
         return (
             f"What needs less memory: reduce max_seq_length to {next(_shorter(needs.max_length))}; "
@@ -232,6 +230,15 @@ def memory_advice(
         f"This model does not fit on a GPU of {gb(total)} GB, whatever gpu_memory_utilization, "
         f"max_seq_length and num_generations are: choose a smaller base_model{more}."
     )
+
+
+def _fewer(generations: int | None) -> str:
+    """Advice on num_generations; a group needs two to be compared."""
+    if generations is None:  # without a job, the value is not known
+        return "halve num_generations"
+    if generations <= 2:
+        return f"keep num_generations at {generations}"
+    return f"reduce num_generations to {max(2, generations // 2)}"
 
 
 def _change(current: float, share: float) -> str:
