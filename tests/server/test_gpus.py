@@ -129,6 +129,48 @@ def test_more_gpus_than_there_are_is_an_error(args: dict[str, Any], count: int, 
         choose_gpus(args, device=None, count=count)
 
 
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (
+            {"inference_gpu_ids": [0, 1]},
+            "engine_args.inference_gpu_ids: [0, 1] names 2 GPUs, and vLLM uses 1; set "
+            "engine_args.tensor_parallel_size to 2, or name 1 GPU",
+        ),
+        (
+            {"inference_gpu_ids": [1, 0, 2], "tensor_parallel_size": 2},
+            "engine_args.inference_gpu_ids: [1, 0, 2] names 3 GPUs, and vLLM uses 2; set "
+            "engine_args.tensor_parallel_size to 3, or name 2 GPUs",
+        ),
+    ],
+)
+def test_gpus_that_vllm_would_not_use_are_refused(args: dict[str, Any], why: str):
+    with pytest.raises(ConfigError) as refused:
+        choose_gpus(args, device=None, count=4)
+    assert str(refused.value) == why
+
+
+def test_stored_gpu_ids_that_are_refused_now_name_their_model(
+    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path
+):
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    model = spec(tiny_model, engine_args={"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [1]})
+    with pytest.raises(ConfigError, match="names 2 GPUs, and vLLM uses 1"):
+        server.serving.register(model)
+    server.models.register(model)  # as a version did that did not check it
+    with pytest.raises(ConfigError, match=r"uses 1; .*\nModel 'default/agent' was registered with"):
+        server.serving.choice.open(str(tiny_model))
+    server.store.close()
+    # Other engines do not use them.
+    for settings, inference in (
+        ({"engine": "embedded"}, (0,)),
+        ({"engine_url": "http://127.0.0.1:9"}, ()),
+    ):
+        server = SmallServer.at(tmp_path / "hone", device=None, **settings)
+        assert server.serving.choice.gpus(str(tiny_model)) == Gpus(inference, 1)
+        server.store.close()
+
+
 def test_numbers_are_among_those_that_the_server_sees(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "1,0"} and visible([]) == {}

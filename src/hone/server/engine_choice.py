@@ -179,6 +179,7 @@ class EngineChoice:
         try:
             for key, value in spec.engine_args.items():
                 check(f"engine_args.{key}", key, value)
+            self._gpus(spec.engine_args)
         except ConfigError as error:
             name = str(spec.key)
             raise ConfigError(
@@ -205,6 +206,8 @@ class EngineChoice:
 
     def _gpus(self, args: Mapping[str, Any]) -> Gpus:
         device = self._settings.device
+        if self.vllm is None:  # stored for a vLLM that this server does not start
+            args = {TRAINER_IDS: args.get(TRAINER_IDS)}
         gpus = choose_gpus(args, device=device, count=num_gpus(device))
         if self._settings.engine_url is not None:  # its GPUs are not known here
             return Gpus((), gpus.trainer)

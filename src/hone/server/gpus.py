@@ -42,7 +42,9 @@ class Gpus:
 
 
 def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> Gpus:
-    """The GPUs of a model with these engine_args; ConfigError if there are fewer than it names.
+    """The GPUs of a model with these engine_args.
+
+    Raises ConfigError if there are fewer than it names, and if it names more than are used.
 
     Without inference_gpu_ids vLLM takes as many as it needs, from the server's device on. Without
     trainer_gpu_ids the learner takes the server's device.
@@ -56,6 +58,12 @@ def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> G
         raise ConfigError(
             f"engine_args.{TENSOR_PARALLEL} is {needed}, and {present} GPUs are present; lower it"
         )
+    if inference is not None and len(inference) > needed:
+        raise ConfigError(
+            f"engine_args.{INFERENCE_IDS}: {inference!r} names {present} GPUs, and vLLM uses {needed}; "
+            f"set engine_args.{TENSOR_PARALLEL} to {present}, or name {needed} "
+            f"{'GPU' if needed == 1 else 'GPUs'}"
+        )
     if trainer is not None and len(trainer) > 1:
         raise ConfigError(
             f"engine_args.{TRAINER_IDS}: {trainer!r}; the learner trains on one GPU in this version; "
@@ -66,7 +74,7 @@ def choose_gpus(args: Mapping[str, Any], *, device: str | None, count: int) -> G
     if inference is None:
         start = first if first + needed <= count else 0
         inference = list(range(start, start + needed))
-    return Gpus(tuple(inference[:needed]), first if trainer is None else trainer[0])
+    return Gpus(tuple(inference), first if trainer is None else trainer[0])
 
 
 def _existing(args: Mapping[str, Any], key: str, count: int) -> list[int] | None:
