@@ -202,11 +202,11 @@ def test_the_advice_has_values_that_fit():
         (None, "halve num_generations;"),
     ],
 )
-@pytest.mark.parametrize("is_vllm", [True, False])
+@pytest.mark.parametrize("has_vllm", [True, False])
 def test_the_advice_never_names_more_generations(
-    generations: int | None, says: str, *, is_vllm: bool
+    generations: int | None, says: str, *, has_vllm: bool
 ):
-    text = memory_advice(80 * GB, needs("7B"), generations=generations, is_vllm=is_vllm)
+    text = memory_advice(80 * GB, needs("7B"), generations=generations, has_vllm=has_vllm)
     assert says in text and text.count("num_generations") == 1
 
 

@@ -162,10 +162,11 @@ def test_stored_gpu_ids_that_are_refused_now_name_their_model(
         server.serving.choice.open(str(tiny_model))
     server.store.close()
     # Other engines do not use them.
-    for settings, inference in (
+    others: list[tuple[dict[str, Any], tuple[int, ...]]] = [
         ({"engine": "embedded"}, (0,)),
         ({"engine_url": "http://127.0.0.1:9"}, ()),
-    ):
+    ]
+    for settings, inference in others:
         server = SmallServer.at(tmp_path / "hone", device=None, **settings)
         assert server.serving.choice.gpus(str(tiny_model)) == Gpus(inference, 1)
         server.store.close()
@@ -371,6 +372,83 @@ def test_a_gpu_that_is_divided_for_another_base_model_is_named(
         choice.close()
         assert "stopped while it was starting" in str(first.exception())
     assert choice.less_memory(str(tiny_model)).startswith("What would fit")
+    server.store.close()
+
+
+OWN_GPUS = {"inference_gpu_ids": [1], "trainer_gpu_ids": [0]}
+LEARNER_ADVICE = (
+    "What needs less memory: reduce max_seq_length to 256; reduce num_generations to 2; or choose a "
+    "smaller base_model."
+)
+FOREIGN = (
+    "If the vLLM at http://127.0.0.1:9 uses the learner's GPU, start it with a smaller "
+    "--gpu-memory-utilization"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "count", "says"),
+    [
+        ({"engine": "vllm"}, OWN_GPUS, 2, LEARNER_ADVICE),
+        ({"engine": "vllm"}, {**OWN_GPUS, "gpu_memory_utilization": 0.5}, 2, LEARNER_ADVICE),
+        ({"engine": "embedded"}, {}, 2, LEARNER_ADVICE),
+        (
+            {"engine_url": "http://127.0.0.1:9"},
+            {},
+            2,
+            f"{LEARNER_ADVICE}\n{FOREIGN}, or set engine_args.trainer_gpu_ids to another GPU.",
+        ),
+        ({"engine_url": "http://127.0.0.1:9"}, {}, 1, f"{LEARNER_ADVICE}\n{FOREIGN}."),
+    ],
+)
+def test_a_learner_gets_no_advice_about_a_vllm_that_takes_none_of_its_memory(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    args: dict[str, Any],
+    count: int,
+    says: str,
+):
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: count)
+    server = SmallServer.at(tmp_path / "hone", engine_python=vllm, device=None, **settings)
+    server.models.register(spec(tiny_model, engine_args=args))
+    assert server.serving.choice.less_memory(str(tiny_model), 4) == says
+    server.store.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "change"),
+    [
+        # (4 GB + a tiny model) / 16 GB = 0.25. Without a value, vLLM takes 0.92.
+        ({}, "reduce gpu_memory_utilization to 0.26"),
+        ({"gpu_memory_utilization": 0.2}, "increase gpu_memory_utilization to 0.26"),
+        (
+            {"kv_cache_memory_bytes": 20 * GB},
+            "leave kv_cache_memory_bytes out; reduce gpu_memory_utilization to 0.26",
+        ),
+    ],
+)
+def test_a_vllm_alone_on_its_gpu_says_what_would_fit_there(
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: dict[str, Any],
+    change: str,
+):
+    sizes = {"cuda:0": 24 * GB, "cuda:1": 16 * GB}
+    monkeypatch.setattr(fit, "total_memory", lambda device: sizes[device])
+    monkeypatch.setenv("HONE_TEST_ERROR", "\ntorch.OutOfMemoryError: CUDA out of memory.")
+    server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
+    _, _, why = started(server, tiny_model, tmp_path, **OWN_GPUS, **args)
+    assert why.startswith(
+        f"CUDA out of memory. What would fit on a GPU of 16.0 GB: {change}; reduce max_seq_length to "
+        "256; halve num_generations; or increase tensor_parallel_size to 2, with as many GPUs.\n"
+    )
     server.store.close()
 
 

@@ -35,6 +35,8 @@ MOST_SEQUENCES = 256
 """Sequences of full length in vLLM's usual batch; a larger KV cache gains nothing."""
 SPLIT_SEQUENCES = 32
 """Sequences of full length that the KV cache of a fixed split must hold."""
+ALONE = 0.92
+"""vLLM 0.32's own gpu_memory_utilization, which it has on a GPU without the learner."""
 SHORTEST = 256
 """Unit of the max_seq_length that a message proposes; shorter sequences are halved."""
 
@@ -199,18 +201,23 @@ def memory_advice(
     kv: int | None = None,
     generations: int | None = None,
     tensor_parallel: int = 1,
-    is_vllm: bool = True,
+    has_vllm: bool = True,
+    has_learner: bool = True,
 ) -> str:
     """What to do when memory was exhausted: the four settings, with values that would fit.
 
-    `utilization`, `sleep` and `kv` as for `plan_card`. Without `is_vllm`, settings of vLLM are left out.
+    `utilization`, `sleep` and `kv` as for `plan_card`. Without `has_vllm` no vLLM of the server uses the
+    GPU, and its settings are left out. Without `has_learner` vLLM has the GPU for itself.
     """
     fewer = _fewer(generations)
-    if not is_vllm:
+    if not has_vllm:
         return (
             f"What needs less memory: reduce max_seq_length to {next(_shorter(needs.max_length))}; "
             f"{fewer}; or choose a smaller base_model."
         )
+    if not has_learner:
+        needs = replace(needs, learner=0, learner_fixed=0)
+        utilization, sleep = utilization or ALONE, False
     more = _more_gpus(total, needs, tensor_parallel, sleep)
     current = utilization or min(1.0, _divided(total, needs, None, sleep, kv).utilization)
     for length in _shorter(needs.max_length):
@@ -229,6 +236,15 @@ def memory_advice(
     return (
         f"This model does not fit on a GPU of {gb(total)} GB, whatever gpu_memory_utilization, "
         f"max_seq_length and num_generations are: choose a smaller base_model{more}."
+    )
+
+
+def foreign_advice(url: str, num_gpus: int) -> str:
+    """What to do about the memory of a vLLM that the server did not start."""
+    move = ", or set engine_args.trainer_gpu_ids to another GPU" if num_gpus > 1 else ""
+    return (
+        f"If the vLLM at {url} uses the learner's GPU, start it with a smaller "
+        f"--gpu-memory-utilization{move}."
     )
 
 

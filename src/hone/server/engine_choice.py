@@ -35,7 +35,7 @@ from hone.inference.vllm_args import (
 )
 from hone.inference.vllm_process import VllmEnvironment, VllmProcess, find_vllm, require_vllm
 from hone.logs import say, show
-from hone.models.card import CardPlan, Needs, memory_advice, needs_of, plan_card
+from hone.models.card import CardPlan, Needs, foreign_advice, memory_advice, needs_of, plan_card
 from hone.models.find import find
 from hone.models.shape import check_targets
 from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
@@ -49,8 +49,7 @@ SHARED = 0.8
 learners."""
 
 CheckArg = Callable[[str, str, Any], bool]
-"""Checks one engine argument (its path, key and value); returns whether it applies to this
-engine."""
+"""Checks one engine argument (path, key, value); returns whether it applies to this engine."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +222,8 @@ class EngineChoice:
         plan, gpus = self._current(base_model), self.gpus(base_model)
         if self.vllm is None or gpus.shared is None:
             return None
-        total, needs = self._needs(base_model, plan, gpus)
-        return plan_card(total, needs, **self._set_by_user(plan))
+        needs = self._needs(base_model, plan, gpus, gpus.shared)
+        return plan_card(*needs, **self._set_by_user(plan))
 
     def _set_by_user(self, plan: Plan) -> dict[str, Any]:
         """Settings that the division of a GPU follows; None: the plan decides."""
@@ -235,21 +234,26 @@ class EngineChoice:
             "sleep": False if continues else plan.args.get("enable_sleep_mode"),
         }
 
-    def less_memory(self, base_model: str, generations: int | None = None) -> str:
-        """Advice for a GPU that ran out of memory, with values that would fit."""
+    def less_memory(
+        self, base_model: str, generations: int | None = None, *, of_vllm: bool = False
+    ) -> str:
+        """What to do if the learner, or vLLM, ran out of GPU memory, with values that would fit."""
         plan, gpus = self._current(base_model), self.gpus(base_model)
         if gpus.trainer is None:
             return ""
-        total, needs = self._needs(base_model, plan, gpus)
+        is_shared = self.vllm is not None and gpus.shared is not None
+        gpu = gpus.trainer if is_shared or not of_vllm else gpus.inference[0]
         advice = memory_advice(
-            total,
-            needs,
+            *self._needs(base_model, plan, gpus, gpu),
             **self._set_by_user(plan),
             generations=generations,
             tensor_parallel=len(gpus.inference) or 1,
-            is_vllm=self.is_vllm,
+            has_vllm=is_shared or of_vllm,
+            has_learner=is_shared or not of_vllm,
         )
-        return "\n".join(filter(None, [self._already_divided(base_model), advice]))
+        url, count = self._settings.engine_url, num_gpus(self._settings.device)
+        foreign = url and foreign_advice(url, count)
+        return "\n".join(filter(None, [self._already_divided(base_model), advice, foreign]))
 
     def _already_divided(self, base_model: str) -> str:
         """A warning if vLLM runs for other base models on the same GPUs; empty if all shares are set."""
@@ -283,8 +287,8 @@ class EngineChoice:
         device, dtype = choose(self._settings.device)
         return device, str(dtype).removeprefix("torch."), dtype.itemsize
 
-    def _needs(self, base_model: str, plan: Plan, gpus: Gpus) -> tuple[int, Needs]:
-        """Bytes of the learner's GPU, and what the model needs there."""
+    def _needs(self, base_model: str, plan: Plan, gpus: Gpus, gpu: int) -> tuple[int, Needs]:
+        """Bytes of a GPU, and what the model needs there."""
         from hone.models.fit import total_memory
 
         files, (*_, dtype_bytes) = find(base_model), self.machine()
@@ -296,7 +300,7 @@ class EngineChoice:
             max_length=min(int(plan.args.get("max_model_len") or plan.max_length), positions),
             gpus=len(gpus.inference) or 1,
         )
-        return total_memory(f"cuda:{gpus.trainer}"), needs
+        return total_memory(f"cuda:{gpu}"), needs
 
     # ---- opening ------------------------------------------------------------------------------
 
@@ -345,7 +349,7 @@ class EngineChoice:
             rank=plan.rank,
             on_gpu=device.startswith("cuda"),
             env=visible(gpus.inference),
-            less_memory=self.less_memory(base_model),
+            less_memory=self.less_memory(base_model, of_vllm=True),
             start=partial(self._started, base_model, "" if card is None else card.describe()),
         )
 
