@@ -797,6 +797,84 @@ async def test_an_engine_that_does_not_close_is_replaced_all_the_same(world: Wor
     assert (await world.serving.engines.base(world.tiny)).engine is other
 
 
+class _SlowToClose(ScriptedEngine):
+    """Closes once `go_on` is set; notes in `events` when it was opened and closed."""
+
+    def __init__(self, events: list[str], **scripted: Any) -> None:
+        super().__init__(**scripted)
+        self.closing, self.go_on, self.events = asyncio.Event(), asyncio.Event(), events
+        events.append("opened")
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.go_on.wait()
+        self.events.append("closed")
+        await super().close()
+
+
+async def test_a_request_waits_until_an_idle_engine_is_closed(world: World) -> None:
+    """There may be no memory for both."""
+    engines, events = world.serving.engines, list[str]()
+    engines._open_engine = lambda _: _SlowToClose(events, tokenizer=world.tokenizer)
+    first = (await engines.base(world.tiny)).engine
+    assert isinstance(first, _SlowToClose)
+    async with asyncio.timeout(PATIENCE_S):
+        closing = asyncio.create_task(engines.close_idle(-1.0))
+        await first.closing.wait()
+        other = ScriptedEngine(tokenizer=world.tokenizer)
+        engines._open_engine = lambda _: events.append("opened") or other
+        waiting = asyncio.create_task(engines.base(world.tiny))
+        for _ in range(3):  # as far as it gets
+            await asyncio.to_thread(lambda: None)
+        first.go_on.set()
+        assert (await waiting).engine is other
+        await closing
+    assert events == ["opened", "closed", "opened"] and not other.closed
+
+
+async def test_the_server_ends_while_an_idle_engine_closes(world: World) -> None:
+    engines = world.serving.engines
+    engines._open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
+    engine = (await engines.base(world.tiny)).engine
+    assert isinstance(engine, _SlowToClose)
+    async with asyncio.timeout(PATIENCE_S):
+        closing = asyncio.create_task(engines.close_idle(-1.0))
+        await engine.closing.wait()
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        engine.go_on.set()
+        await engines.close()
+    assert engine.closed
+
+
+@pytest.mark.parametrize("change", ["replaced", "failed"])
+async def test_an_engine_that_changes_while_another_one_closes_is_left_alone(
+    world: World, tmp_path: Path, change: str
+) -> None:
+    engines, model = world.serving.engines, write_model(tmp_path / "second", world.tokenizer)
+    second = str(model)
+    engines._open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
+    slow = (await engines.base(world.tiny)).engine
+    assert isinstance(slow, _SlowToClose)
+    opened = [ScriptedEngine(tokenizer=world.tokenizer) for _ in range(2)]
+    spare = opened[::-1]
+    engines._open_engine = lambda _: spare.pop()
+    assert (await engines.base(second)).engine is opened[0]
+    async with asyncio.timeout(PATIENCE_S):
+        closing = asyncio.create_task(engines.close_idle(-1.0))
+        await slow.closing.wait()
+        if change == "replaced":
+            engines.outdated.add(second)
+            assert (await engines.base(second)).engine is opened[1]
+        slow.go_on.set()
+        if change == "failed":
+            opened[0].failure = EngineFailed("exit status -9")
+            engines.replace_failed()
+        await closing
+        assert (await engines.base(second)).engine is opened[1]
+    assert opened[0].closed and not opened[1].closed
+
+
 async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
     with world.serving.admitted(), world.serving.admitted():
         with pytest.raises(Busy, match="max_concurrent") as raised, world.serving.admitted():

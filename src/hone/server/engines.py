@@ -53,6 +53,8 @@ class _Usage:
     """When it may be opened again after a failure."""
     old: Engine | None = None
     """Closed before the next one is opened: there may be no memory for both."""
+    closing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while `old` is closed."""
     restart: asyncio.TimerHandle | None = None
     stats: tuple[float, EngineStats] | None = None
     """When its statistics were last written to engine.log, and which."""
@@ -164,9 +166,12 @@ class Engines:
         """Close engines that have been idle for this long; the next request opens another."""
         for name, base in self.loaded().items():
             usage = self._usage_of(name)
+            if self._loaded(name) is not base:  # replaced while another one was closed
+                continue
             if not usage.users and time.monotonic() > usage.used_at + idle_s:
                 del self._bases[name]
-                await base.engine.close()
+                usage.old = base.engine
+                await self._close_old(usage)
                 say("engine closed: it was idle", base_model=name, idle_s=idle_s)
 
     async def log_stats(self) -> None:
@@ -216,12 +221,7 @@ class Engines:
     async def _open(self, base_model: str) -> Base:
         tokenizer = await self.tokenizer(base_model)
         usage = self._usage_of(base_model)
-        if usage.old is not None:
-            try:
-                await usage.old.close()
-            except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
-                log.error("an engine did not close", exc_info=error)
-            usage.old = None
+        await self._close_old(usage)
         await self._unpaused(base_model)  # until then, its memory may be the learner's
         say("loading", base_model=base_model)
         opening = asyncio.create_task(self._open_or_close(base_model))
@@ -242,6 +242,16 @@ class Engines:
             engine=engine,
             adapters=Adapters(engine, self._settings.max_adapters),
         )
+
+    async def _close_old(self, usage: _Usage) -> None:
+        async with usage.closing:
+            if usage.old is None:  # another task has closed it
+                return
+            try:
+                await usage.old.close()
+            except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
+                log.error("an engine did not close", exc_info=error)
+            usage.old = None
 
     async def _open_or_close(self, base_model: str) -> Engine:
         """An engine; asleep if a pause began while it was opened."""
