@@ -117,11 +117,9 @@ class VllmEngine:
         # vLLM's mask does not include stop ids: where the text may end, it allows the end token.
         matchers = await start_matchers(self._grammars, replace(sampling, stop_ids=()), drawn.n)
         body = completion_body(name, prompt_ids, drawn, self._max_length)
-        await self._admit()
-        self._users[name] += 1
-        self._prompt_tokens += len(prompt_ids)
         unfinished = sampling.n
-        try:
+        async with self._admitted(), self._using(name):
+            self._prompt_tokens += len(prompt_ids)
             deltas = (self._client.streamed if stream else self._client.whole)(body)
             async with aclosing(deltas):
                 async for choice in deltas:
@@ -138,14 +136,10 @@ class VllmEngine:
                         yield Delta(sample, delta.tokens, delta.finish, delta.stop)
             if unfinished:
                 raise await self._client.ended("vLLM ended its answer early")
-        finally:
-            self._users[name] -= 1
-            self._leave()
-            if name in self._unloaded and not self._users[name]:
-                await asyncio.shield(self._forget(self._unloaded.pop(name)))
 
-    async def _admit(self) -> None:
-        """Wait until the engine is awake, then count the request as running."""
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """Wait until the engine is awake; it does not sleep while the block runs."""
         self._waiting += 1
         try:
             while not self._awake.is_set():
@@ -155,20 +149,23 @@ class VllmEngine:
         self._client.check_open()
         self._running += 1
         self._idle.clear()
-
-    def _leave(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._idle.set()
-
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """The engine is awake while the block runs."""
-        await self._admit()
         try:
             yield
         finally:
-            self._leave()
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _using(self, name: str) -> AsyncIterator[None]:
+        """Keep an adapter that is unloaded meanwhile until the block ends."""
+        self._users[name] += 1
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+            if name in self._unloaded and not self._users[name]:
+                await asyncio.shield(self._forget(self._unloaded.pop(name)))
 
     # ---- adapters -----------------------------------------------------------------------------
 
@@ -200,7 +197,7 @@ class VllmEngine:
         finally:
             if old is not None and old.id is not None:
                 with suppress(EngineError):
-                    await self._remove(old.id)
+                    await self._client.rpc("remove_lora", old.id)
         self._held_s = perf_counter() - started
         self._adapters[name] = staged
 
@@ -258,11 +255,8 @@ class VllmEngine:
         """Free an unloaded adapter. Its files go last: a request may make vLLM read them again."""
         if staged.id is not None and self.failure is None and not self._client.closed:
             with suppress(EngineError):
-                await self._remove(staged.id)
+                await self._client.rpc("remove_lora", staged.id)
         await asyncio.to_thread(shutil.rmtree, staged.path, ignore_errors=True)
-
-    async def _remove(self, adapter_id: int) -> None:
-        await self._client.rpc("remove_lora", adapter_id)
 
     # ---- what it serves -----------------------------------------------------------------------
 
