@@ -42,6 +42,8 @@ class Standin:
         self.holds: asyncio.Event | None = None
         """Set when a request arrives; it then gets no answer, or the beginning of a stream."""
         self.loaded: dict[str, str] = {}
+        self.keeps = 0
+        """So many requests to unload an adapter fail."""
         self.bodies: list[dict[str, Any]] = []
         self.app = FastAPI()
         self.app.get("/version")(lambda: {"version": self.version})
@@ -99,6 +101,9 @@ class Standin:
         return Response("Success")
 
     async def unload(self, request: Request) -> Response:
+        if self.keeps > 0:
+            self.keeps -= 1
+            return Response("out of file descriptors", status_code=500)
         known = self.loaded.pop((await request.json())["lora_name"], None)
         return Response("Success", status_code=200 if known else 404)
 
@@ -111,6 +116,7 @@ class OwnStandin(Standin):
         self.calls: list[str] = []
         self.ids_of: dict[str, int] = {}
         """vLLM's numbers of what was loaded, by path."""
+        self.last_id = 0
         self.loads = True
         """Whether loading an adapter does anything."""
         self.unread = 0
@@ -129,7 +135,8 @@ class OwnStandin(Standin):
         response = await super().load(request)
         self.calls.append("load")
         if self.loads:
-            self.ids_of[list(self.loaded.values())[-1]] = len(self.ids_of) + 1
+            self.last_id += 1
+            self.ids_of[list(self.loaded.values())[-1]] = self.last_id
         return response
 
     async def unload(self, request: Request) -> Response:
@@ -367,6 +374,37 @@ async def test_a_publish_that_fails_leaves_nothing_in_vllm(
     await engine.close()
 
 
+@pytest.mark.parametrize("undone", [False, True])
+async def test_an_adapter_that_vllm_did_not_unload_can_be_published_again(
+    own: tuple[OwnStandin, VllmProcess],
+    adapter: tuple[AdapterRef, Path],
+    tmp_path: Path,
+    undone: bool,
+) -> None:
+    """It was served, or a publish that failed was `undone`."""
+    standin, process = own
+    engine = engine_of(process, tmp_path)
+    standin.lost, standin.keeps = undone, 1
+    if undone:
+        with pytest.raises(EngineError, match="holds other weights for"):
+            await engine.publish(*adapter)
+    else:
+        await engine.publish(*adapter)
+        with pytest.raises(EngineError, match="out of file descriptors"):
+            await engine.unload(adapter[0])
+    assert list(standin.loaded) == [adapter[0].sha256] and engine.stats().adapters == ()
+    with pytest.raises(EngineError, match=r"is not served\. Served: the base model only"):
+        await complete(engine, [1, 2], Sampling(max_tokens=1), adapter[0])
+    standin.lost = False
+    await engine.publish(*adapter)
+    assert (await engine.probe([[1, 2]], adapter[0])).sha256 == adapter[0].sha256
+    (done,) = await complete(engine, [1, 2], Sampling(max_tokens=1), adapter[0])
+    assert done.ids == [7] and "remove_lora" in standin.calls  # of the old copy
+    await engine.unload(adapter[0])
+    assert standin.loaded == {} and not (tmp_path / "adapters" / adapter[0].sha256).exists()
+    await engine.close()
+
+
 @contextmanager
 def served(standin: Standin) -> Iterator[str]:
     """The URL at which the stand-in answers in the block."""
@@ -596,6 +634,20 @@ async def test_an_adapter_that_an_earlier_server_left_is_loaded_anew(
     assert done.ids == [7] and standin.bodies[-1]["model"] == ref.sha256
     await engine.close()
     assert standin.loaded == {} and not (tmp_path / "shared").exists()
+
+
+async def test_an_adapter_that_was_not_unloaded_is_unloaded_as_the_engine_closes(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path, adapter: tuple[AdapterRef, Path]
+) -> None:
+    standin, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "shared")
+    await engine.publish(*adapter)
+    standin.keeps = 1
+    with pytest.raises(EngineError, match="out of file descriptors"):
+        await engine.unload(adapter[0])
+    assert list(standin.loaded) == [adapter[0].sha256]
+    await engine.close()
+    assert standin.loaded == {}
 
 
 @pytest.mark.parametrize("stream", [True, False])

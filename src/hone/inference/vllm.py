@@ -59,7 +59,9 @@ class VllmEngine:
         self._client = VllmClient(server.process, server.url)
         self._adapters: dict[str, StagedAdapter] = {}
         self._unloaded: dict[str, StagedAdapter] = {}
-        """Adapters that were unloaded while requests used them."""
+        """Adapters that are not served any more, but that requests use or vLLM did not unload."""
+        self._names: set[str] = set()
+        """Adapters that vLLM may know: until it confirms that it unloaded them."""
         self._users: Counter[str] = Counter()
         self._last_id = 0
         """vLLM's number for the adapter that was loaded last."""
@@ -181,7 +183,7 @@ class VllmEngine:
 
     async def _load(self, staged: StagedAdapter) -> None:
         name = staged.ref.sha256
-        old = self._unloaded.pop(name, None)  # still in use: it keeps its name
+        old = self._unloaded.pop(name, None)
         started = perf_counter()
         try:
             dtypes = await self._send_and_read(staged)
@@ -214,14 +216,17 @@ class VllmEngine:
 
     async def _send(self, staged: StagedAdapter) -> list[str]:
         """Have vLLM load an adapter and begin to hash it."""
-        body = {"lora_name": staged.ref.sha256, "lora_path": str(staged.path)}
-        if self._client.url is not None:
-            # An earlier hone server may have loaded it from another path.
-            await self._drop(staged.ref.sha256)
-            await self._client.post("/v1/load_lora_adapter", body)
-            return []
-        await self._when_ready("hone_read", str(staged.path))
+        name, foreign = staged.ref.sha256, self._client.url is not None
+        if not foreign:
+            await self._when_ready("hone_read", str(staged.path))
+        if foreign or name in self._names:  # an earlier hone server may have loaded it, too
+            with suppress(EngineError):
+                await self._drop(name)
+        self._names.add(name)
+        body = {"lora_name": name, "lora_path": str(staged.path)}
         await self._client.post("/v1/load_lora_adapter", body)
+        if foreign:
+            return []
         workers = await self._client.rpc("hone_hash")
         ids = {worker.get("id", 0) for worker in workers}
         if len(ids) != 1 or max(ids) <= self._last_id:
@@ -231,25 +236,24 @@ class VllmEngine:
 
     async def _discard(self, staged: StagedAdapter) -> None:
         """Undo a load that failed; vLLM may not know the name yet."""
-        await self._drop(staged.ref.sha256)
+        with suppress(EngineError):
+            await self._drop(staged.ref.sha256)
         await self._forget(staged)
 
     async def _drop(self, name: str) -> None:
-        """Unload a name that vLLM may not know."""
-        with suppress(EngineError):
-            await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        """Have vLLM unload a name; raises EngineError also if vLLM does not know it."""
+        await self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        self._names.discard(name)
 
     async def unload(self, adapter: AdapterRef) -> None:
         # Not while vLLM wakes, and every adapter that it must hold is compared.
         async with self._changing, self._admitted():
-            staged = self._adapters.pop(adapter.sha256, None)
-            if staged is None:
+            if (name := adapter.sha256) not in self._adapters:
                 return
-            await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.sha256})
-            if self._users[adapter.sha256]:
-                self._unloaded[adapter.sha256] = staged
-            else:
-                await self._forget(staged)
+            self._unloaded[name] = self._adapters.pop(name)
+            await self._drop(name)
+            if not self._users[name]:
+                await self._forget(self._unloaded.pop(name))
 
     async def _forget(self, staged: StagedAdapter) -> None:
         """Free an unloaded adapter. Its files go last: a request may make vLLM read them again."""
@@ -372,8 +376,9 @@ class VllmEngine:
 
     async def close(self) -> None:
         if self._client.url is not None and self.failure is None and not self._client.closed:
-            for name in self._adapters:  # their files are removed with this engine
-                await self._drop(name)
+            for name in list(self._names):  # their files are removed with this engine
+                with suppress(EngineError):
+                    await self._drop(name)
         self._client.closed = True  # before waiting requests are admitted
         self._awake.set()
         await self._client.close()
