@@ -97,8 +97,7 @@ def serve_workflow(options: ServeWorkflowOptions, echo: Callable[[str], None]) -
             "HONE_ENDPOINT_API_KEY=KEY where `--endpoint` is used"
         )
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # With the protocol set, or asyncio leaves Nagle's algorithm on and every answer takes 40 ms
-    # longer.
+    # With the protocol set: else asyncio leaves Nagle's algorithm on, and answers take 40 ms longer.
     with (
         socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as bound,
         Interrupts(MESSAGE) as interrupts,

@@ -37,7 +37,7 @@ class Reach:
     tokens: int
     """Maximum tokens of all calls together, with shared prefixes counted once; at least one
     call."""
-    scored: int
+    scored: int = 512
     """The same, with every call counted whole: vLLM scores sequences without its prefix cache."""
     context: int | None = None
     """Tokens before the first trained one; None for all of them."""
@@ -47,8 +47,8 @@ class Reach:
     """Tokens of one call: an engine that scores a sequence holds all its logits at once."""
 
 
-WHOLE = Reach(calls=4, tokens=320, scored=512, longest=384)
-SHORT = Reach(calls=4, tokens=96, scored=512, context=24, span=24)
+WHOLE = Reach(calls=4, tokens=320, longest=384)
+SHORT = Reach(calls=4, tokens=96, context=24, span=24)
 """In a window tokens move half as far as in their whole context. In float32 that is still sixty times
 the numerical difference of two programs (SmolLM2, learning rate 1e-5), for a third of the work. In
 bfloat16 that difference is as large as a step's movement, so calls are scored whole, up to 384 tokens:

@@ -45,8 +45,8 @@ class LayerFactors(NamedTuple):
 class LoraLinears(nn.Module):
     """Layers of one input: x W' + bias, plus scale (x A') B' for those that an adapter covers.
 
-    In bfloat16 the first product is rounded before the second is added, as vLLM does: it then loses what is
-    smaller than half of the last digit. A learner that loses less would have other log-probabilities.
+    In bfloat16 the first product is rounded before the second is added, as in vLLM, so parts of the second
+    below half of the last digit are lost. A learner that kept them would have other log-probabilities.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
