@@ -10,7 +10,7 @@ events of their own types.
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Event(BaseModel, frozen=True):
@@ -152,6 +152,10 @@ class RolloutDone(RoundEvent, frozen=True):
     """Duration of the rollout."""
     calls: int | None = None
     """Model calls."""
+    answered: bool | None = None
+    """Whether the trained policy answered a call of the rollout."""
+    retried: list[str] = Field(default_factory=list)
+    """`kind: reason` of the failed attempts before this one."""
 
 
 class EpochCollected(RoundEvent, frozen=True):
@@ -166,6 +170,8 @@ class EpochCollected(RoundEvent, frozen=True):
     """Groups in which all rollouts have the same reward."""
     step: int | None = None
     """Policy step that was sampled."""
+    failure_reward: float | None = None
+    """Reward with which rollouts that failed because of the model are trained on; null if none is."""
     curriculum_state: dict[str, Any] | None = None
     """Content of `curriculum_state.json`; null without a curriculum."""
     curriculum: dict[str, Any] | None = None

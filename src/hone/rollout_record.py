@@ -74,6 +74,8 @@ class FailureRecord(_Part):
     """Text of the exception."""
     traceback: str = ""
     """Last part of the traceback."""
+    place: str = ""
+    """`FILE:LINE` where the exception was raised, in the user's code if it is part of the stack."""
 
 
 class StepRecord(_Part):
@@ -145,6 +147,10 @@ class RolloutRecord(Strict):
     """Score of each evaluator."""
     failure: FailureRecord | None = None
     """Why the rollout failed; None on success."""
+    retries: list[FailureRecord] = Field(default_factory=list)
+    """Failures of the attempts before this one, which were retried."""
+    answered: bool = False
+    """Whether the trained policy answered a call of the rollout."""
     output: JsonValue = None
     """What the workflow returned."""
     input: JsonValue = None

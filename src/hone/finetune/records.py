@@ -93,6 +93,8 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
         ),
         "failure_kind": record.failure_kind,
         "failure_reason": record.failure and record.failure.reason,
+        "answered": record.answered,
+        "retried": [f"{one.kind}: {one.reason}" for one in record.retries],
     }
 
 
