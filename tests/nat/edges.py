@@ -1,6 +1,6 @@
 """Edges of the bridge to NeMo Agent Toolkit, run by `run.py` in the toolkit's environment.
 
-In:   nothing; a directory to write to is the working directory
+In:   how many seconds to wait for what must happen; writes to the working directory
 Out:  a line of JSON with what was seen, by name
 """
 # pyright: reportMissingImports=false
@@ -17,7 +17,6 @@ from typing import Any
 from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import register_function
 from nat.data_models.function import FunctionBaseConfig
-from tests.patience import PATIENCE_S
 
 from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
@@ -49,7 +48,7 @@ async def cancelled(config: CancelledConfig, builder: Any) -> AsyncIterator[Func
     yield FunctionInfo.from_fn(run, description="never")
 
 
-async def main() -> None:
+async def main(patience_s: float) -> None:
     file = Path("edges.yml")
     file.write_text(YAML)
     async with build(read(file)) as builder:
@@ -57,7 +56,7 @@ async def main() -> None:
         builder.served = Served(URL, "secret", "m", "localhost", trained)
         seen = {
             "llm": await llm(builder),
-            "cancelled": await build_failure(builder),
+            "cancelled": await build_failure(builder, patience_s),
             "sessions": await sessions(),
             "errors": [await error_of(**one) for one in RESULTS],
         }
@@ -69,9 +68,9 @@ async def llm(builder: Builder) -> list[Any]:
     return [made.params, made.rollout_key.partition("-")[0]]
 
 
-async def build_failure(builder: Builder) -> str:
+async def build_failure(builder: Builder, patience_s: float) -> str:
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             await builder.get_workflow()
     except ConfigError as error:
         return str(error)
@@ -133,4 +132,4 @@ async def error_of(**result: Any) -> str | None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(float(sys.argv[1])))

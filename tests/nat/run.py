@@ -175,7 +175,8 @@ def prove_names(hone: Hone) -> None:
 
 def prove_edges(hone: Hone) -> None:
     """What is refused, closed and passed on where components of the toolkit misbehave."""
-    seen = json.loads(hone.run(script=HERE / "edges.py").splitlines()[-1])
+    output = hone.run(str(COMMAND_S / 2), script=HERE / "edges.py")
+    seen = json.loads(output.splitlines()[-1])
     params, key = seen["llm"]
     sent = {"temperature": 0.0, "max_tokens": 5}
     show("a model of the toolkit sends its parameters", params == sent, params)
