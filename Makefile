@@ -23,11 +23,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs install clean chaos fuzz seeds test-art test-docs test-frameworks test-nat test-sinks test-vllm
+.PHONY: help demo test check bench docs install clean chaos fuzz seeds verify test-art test-docs test-e2e test-frameworks test-nat test-sinks test-vllm
 
 help:  ## List the targets
 	@echo "make demo       train a real small model on this machine and watch its reward rise"
-	@echo "make test       run the test suite; tests that this machine cannot run are skipped"
+	@echo "make test       run the tests that start no server; tests that this machine cannot run are skipped"
+	@echo "make test-e2e   run the other tests: servers, kills, examples, frameworks, blocks of the documentation"
 	@echo "make check      run ruff, pyright and the import contracts; check the generated docs"
 	@echo "make bench      run the benchmarks against other libraries; writes bench/results.json"
 	@echo "make chaos      kill a training server at 100 points, and runs of SFT and DPO, and compare the results"
@@ -39,6 +40,8 @@ help:  ## List the targets
 	@echo "make test-sinks send a run to W&B, Langfuse, MLflow and others, with their packages, and read it back"
 	@echo "make test-vllm  run the tests of the vLLM engine, with vLLM in a separate environment"
 	@echo "make test-docs  run every code block of README and docs, including the slow ones"
+	@echo "make verify     run all checks and tests one after the other, and write down the commit where each passed;"
+	@echo "                ARGS=--behind lists those whose sources have changed since, ARGS=\"art nat\" runs some"
 	@echo "make docs       generate docs/reference and the source tree of docs/architecture.md"
 	@echo "make install    create $(VENV) and install everything, without running anything"
 	@echo "make clean      remove $(VENV) and the output of the other targets"
@@ -53,9 +56,18 @@ demo: $(INSTALLED)
 	  --validation_config_file $(DEMO)/heldout.yml \
 	  -o finetuning.output_dir .demo -o trainer_adapters.server.backend.root .demo/server $(ARGS)
 
+# Tests of one file run in one process, so that a shared server or learner starts once.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+# tests/processes.py says which tests are e2e.
 test: $(INSTALLED)
-	@# Tests of one file run in one process, so that a shared server or learner starts once.
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not e2e" $(ARGS)
+
+test-e2e: $(INSTALLED)
+	$(PYTEST) -m e2e $(ARGS)
+
+verify: $(INSTALLED)
+	$(BIN)/python -m tests.verify $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -192,6 +192,7 @@ def test_plain_packing_computes_the_same_gradient(tiny_llama_dir: Path):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.e2e
 def test_publish_runs_with_a_tiny_model(tiny_model: Path, tmp_path: Path):
     """Its numbers mean nothing; what it calls in engine and learner has to exist."""
     model, out = tmp_path / "model", tmp_path / "results.json"

@@ -1,4 +1,4 @@
-"""docs/promises.md against tests/: every test it names exists, and nothing stands there without one."""
+"""docs/promises.md against tests/: every test it names exists, beside the command that runs it."""
 
 import ast
 import re
@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import TypeGuard
 
 import pytest
+from tests.processes import FOLDERS
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 REASON = re.compile(r"^Not (yet: |applicable here, because )\S", re.M)
 NAMED = re.compile(r"`(tests/[^`]*)`")
+LINE = re.compile(r"^- `(tests/[^`]*)`(?: \(`(make [\w-]+)`\))?$", re.M)
+USUAL = "make test"
+"""What runs a test that no command stands beside."""
 
 
 def entries(page: str) -> dict[tuple[str, int], str]:
@@ -27,10 +31,15 @@ def entries(page: str) -> dict[tuple[str, int], str]:
 
 
 @cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def collected(path: Path) -> frozenset[str]:
     """`function` and `Class::method` for all that pytest would collect from the file."""
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in _tree(path).body:
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}::{n.name}" for n in node.body if _is_test(n)}
         elif _is_test(node):
@@ -44,10 +53,53 @@ def subclassed() -> frozenset[str]:
     return frozenset(
         ast.unparse(base)
         for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in _tree(path).body
         if isinstance(node, ast.ClassDef) and node.name.startswith("Test")
         for base in node.bases
     )
+
+
+def verb(reference: str) -> str:
+    """The command that runs a test; for a suite of tests/conformance, any that runs a class of it."""
+    path, name = ROOT / reference.partition("::")[0], reference.partition("::")[2]
+    if path.name.startswith("test_"):
+        return _verb(path, name)
+    suite = name.partition("::")[0]
+    verbs = {_verb(file, heir) for file, heir in heirs(suite)}
+    return USUAL if USUAL in verbs else min(verbs)
+
+
+@cache
+def heirs(suite: str) -> tuple[tuple[Path, str], ...]:
+    """Classes that pytest collects and that derive from the suite."""
+    return tuple(
+        (path, node.name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in _tree(path).body
+        if isinstance(node, ast.ClassDef) and suite in map(ast.unparse, node.bases)
+    )
+
+
+def _verb(path: Path, name: str) -> str:
+    tree = _tree(path)
+    marks = [
+        ast.unparse(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    outer, _, inner = name.partition("::")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            node.name in (outer, inner)
+        ):
+            marks += map(ast.unparse, node.decorator_list)
+    used = " ".join(marks)
+    if "mark.vllm" in used:
+        return "make test-vllm"
+    if "HONE_CHAOS" in used:
+        return "make chaos"
+    is_e2e = "mark.e2e" in used or any(path.is_relative_to(folder) for folder in FOLDERS)
+    return "make test-e2e" if is_e2e else USUAL
 
 
 def _is_test(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -81,6 +133,8 @@ def test_it_is_held_by_tests_that_exist(entry: tuple[str, int]):
     assert len(named) == len(set(named)), "a test is named twice"
     wrong = {reference: why for reference in named if (why := missing(reference))}
     assert not wrong
+    beside = {test: command or USUAL for test, command in LINE.findall(body)}
+    assert beside == {test: verb(test) for test in named}, "name the command after the test"
     assert named or (entry[0] == "Twenty pains" and REASON.search(body)), "no test and no reason"
 
 
@@ -93,3 +147,20 @@ def test_what_is_wrong_with_a_name_is_found():
     suite = "tests/conformance/engine.py::EngineConformance"
     assert missing(f"{suite}::test_probe_reads_back_what_is_served") is None
     assert missing(f"{suite}::test_x") == "no such test in that file"
+
+
+def test_the_command_follows_from_markers_and_folders():
+    assert verb("tests/test_promises.py::test_what_is_wrong_with_a_name_is_found") == "make test"
+    assert verb("tests/e2e/test_seed.py::test_the_seeds_configuration_trains_and_reports") == (
+        "make test-e2e"
+    )
+    assert verb("tests/sdk/test_local.py::test_a_server_that_never_answers_is_given_up") == (
+        "make test-e2e"
+    )
+    kill = "test_killed_while_a_job_trains_it_comes_to_the_same_end"
+    assert verb(f"tests/e2e/test_kill_objectives.py::{kill}") == "make chaos"
+    # Of its implementations one runs in `make test`; the frameworks all run in `make test-e2e`.
+    engine, capture = "engine.py::EngineConformance", "capture.py::CaptureConformance"
+    assert verb(f"tests/conformance/{engine}::test_adapters_of_one_batch_do_not_mix") == "make test"
+    turns = f"tests/conformance/{capture}::test_turns_continue_the_sampled_ids"
+    assert verb(turns) == "make test-e2e"

@@ -33,6 +33,8 @@ from hone.server import listen
 from hone.workflow.endpoint import endpoint_url, open_endpoint
 from hone.workflow.run import run_rollout
 
+pytestmark = pytest.mark.e2e
+
 AGENT = """
 import atexit
 import os

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from tests.plugin.installed import install
+from tests.plugin.installed import unpack
 
 from hone.config import plugins
 
@@ -15,7 +15,7 @@ from hone.config import plugins
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where it is installed; its components are registered while the tests run."""
-    directory = install(tmp_path_factory.mktemp("plugin"))
+    directory = unpack(tmp_path_factory.mktemp("plugin"))
     sys.path.append(str(directory))
     importlib.invalidate_caches()
     plugins.discover.cache_clear()

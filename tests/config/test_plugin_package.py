@@ -113,6 +113,7 @@ async def test_it_trains_from_its_yaml(write: Callable[..., Path], parrot: int):
     ]
 
 
+@pytest.mark.e2e
 def test_hone_finetune_runs_it(write: Callable[..., Path], parrot: int, plugin: Path):
     write(ROWS, "rows.jsonl")
     write(YAML)

@@ -137,7 +137,7 @@ class Saw:
 def interpreter(name: str, *, usual: bool = True) -> Path:
     """The interpreter of an environment; skips the test if there can be none here.
 
-    `usual`: also in `make test`, if it is of the first environment.
+    `usual`: also in `make test-e2e`, if it is of the first environment.
     """
     if not (usual and name == "a") and os.environ.get(ALL) != "1":
         pytest.skip("`make test-frameworks` runs this")
@@ -158,7 +158,7 @@ class CaptureConformance:
     environment: ClassVar[str] = "a"
     """The name of its environment: constraints-NAME.txt."""
     usual: ClassVar[bool] = True
-    """Whether `make test` runs it, if it is of the first environment."""
+    """Whether `make test-e2e` runs it, if it is of the first environment."""
     ways: ClassVar[Sequence[str]] = (
         *("async", "sync", "async-stream", "sync-stream"),
         *("sync-executor", "async-url"),

@@ -177,6 +177,7 @@ async def test_a_judge_that_nobody_serves_is_named(tmp_path: Path):
         await bench.evaluate(None, skip_workflow=True)
 
 
+@pytest.mark.e2e
 async def test_eval_and_run_use_the_server_that_holds_the_root(
     tiny_model: Path, tmp_path: Path
 ) -> None:

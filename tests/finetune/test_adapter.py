@@ -133,6 +133,7 @@ async def test_another_base_model_under_the_same_name_is_refused(
             await other.initialize(finetuning())
 
 
+@pytest.mark.e2e
 async def test_a_server_of_its_own(tmp_path: Path, tiny_model: Path):
     block = {"root": tmp_path / "own", "base_model": str(tiny_model)}
     adapter = ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate({"backend": block}))

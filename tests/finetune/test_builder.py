@@ -70,8 +70,20 @@ async def test_groups_by_example_with_what_the_server_recorded(
         ref = await w.adapter.submit(collection)
         status = await w.adapter.wait_until_complete(ref)
         assert (status.metadata or {})["counts"]["by_rollout"] == 6
-        # The whole output of the learner and of the engine is in files beside the server's log.
-        logs = server.root / "logs"
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"Starting 3 evaluation runs for run_id: {w.run_id}" in lines
+    assert f"Built 6 trajectories across 2 examples for run_id: {w.run_id}" in lines
+
+
+@pytest.mark.e2e
+async def test_the_whole_output_of_learner_and_engine_is_in_files_beside_the_servers_log(
+    process_server: LocalBackend, tiny_model: Path
+):
+    async with world(process_server, tiny_model, generations=3) as w:
+        w.bind(w.say, ["one", "two"])
+        ref = await w.adapter.submit(await w.collect({"epoch": 0, "round": 0}))
+        status = await w.adapter.wait_until_complete(ref)
+        logs = process_server.root / "logs"
         learner, job = (logs / "learner.log").read_text(), (status.metadata or {})["job"]
         assert re.search(
             rf"\[\d+\] INFO hone.learner: job {job}: .*trajectories by group \[3, 3\]", learner
@@ -80,9 +92,6 @@ async def test_groups_by_example_with_what_the_server_recorded(
         engine = (logs / "engine.log").read_text()
         assert f"{tiny_model}: EmbeddedEngine of" in engine
         assert f"loaded {w.adapter.model_name}@1 (" in engine
-    lines = [record.getMessage() for record in caplog.records]
-    assert f"Starting 3 evaluation runs for run_id: {w.run_id}" in lines
-    assert f"Built 6 trajectories across 2 examples for run_id: {w.run_id}" in lines
 
 
 async def test_all_generations_share_one_budget(server: LocalBackend, tiny_model: Path):

@@ -161,6 +161,7 @@ async def run(kind):
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["waits", "blocks the loop", "leaves a thread", "nothing runs"])
 def test_a_served_workflow_is_ended_whatever_it_does(kind: str, tmp_path: Path):
     """Only a workflow that blocks the event loop or leaves a thread needs a second Ctrl-C."""
@@ -203,6 +204,7 @@ def test_a_served_workflow_is_ended_whatever_it_does(kind: str, tmp_path: Path):
         assert answers[0].status_code == 503 and "the service is stopping" in answers[0].text
 
 
+@pytest.mark.e2e
 def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
     """It waits for a root that an orphan seems to use, and would say after a minute that it cannot.
 

@@ -220,6 +220,7 @@ def test_other_versions_are_refused(version: str) -> None:
         check_version(version, where="/python")
 
 
+@pytest.mark.e2e
 def test_an_interpreter_without_vllm(tmp_path: Any) -> None:
     import venv
 

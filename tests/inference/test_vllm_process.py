@@ -25,6 +25,8 @@ from hone.inference.vllm_client import VllmClient
 from hone.inference.vllm_process import VllmProcess, require_vllm
 from hone.inference.vllm_server import VllmServer, start_server
 
+pytestmark = pytest.mark.e2e
+
 GLOO = "GLOO_SOCKET_IFNAME"
 MAIN = """
 import json, os, subprocess, sys

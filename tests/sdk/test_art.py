@@ -192,6 +192,7 @@ def test_a_local_backend_refuses_what_it_does_not_count():
     assert LocalBackend(path=None).root.name == ".hone"
 
 
+@pytest.mark.e2e
 def test_in_process_shows_what_the_server_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     with LocalBackend(in_process=True, path=tmp_path / "root") as backend:
         backend.start()

@@ -12,7 +12,8 @@ class TestRemote(BackendConformance):
         return RemoteBackend(local.base_url)
 
 
+@pytest.mark.e2e
 class TestLocal(BackendConformance):
     @pytest.fixture
-    def backend(self, local: LocalBackend) -> LocalBackend:
-        return local
+    def backend(self, process_server: LocalBackend) -> LocalBackend:
+        return process_server

@@ -43,6 +43,7 @@ def test_the_table_says_what_happens_to_every_name_and_option():
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 def test_it_runs_and_the_step_rises(tmp_path: Path, tiny_model: Path):
     code = program().replace('"smollm2-135m-instruct"', repr(str(tiny_model)))

@@ -19,6 +19,8 @@ from hone import LocalBackend, TrainableModel
 from hone.backends import local as module
 from hone.errors import ConfigError, ServerError
 
+pytestmark = pytest.mark.e2e
+
 
 def alive(pid: int) -> bool:
     try:

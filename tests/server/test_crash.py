@@ -14,6 +14,8 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.server.chaos import FAILPOINTS, KILLED, Same, Servers, whole_process
 
+pytestmark = pytest.mark.e2e
+
 POINTS = [
     "store/before-commit:3",
     "job/after-take",

@@ -33,6 +33,8 @@ from hone.server import gpus, run
 from hone.server.settings import Settings
 from hone.server.state import State
 
+pytestmark = pytest.mark.e2e
+
 SERVE = [sys.executable, "-m", "hone.cli", "serve"]
 
 
