@@ -104,6 +104,8 @@ class CallRecord(_Part):
     """When it was sent, in seconds since 1970."""
     seconds: float
     """Until the last byte of the answer."""
+    held_s: float = 0.0
+    """How long the server held it, of these seconds: it trained, or loaded an engine or adapter."""
     status: int | None = None
     """HTTP status; null if there was no answer."""
     error: str | None = None

@@ -382,6 +382,9 @@ class RecordedCall(Strict):
     """Tool calls and reasoning in the answer that do not parse, one sentence each."""
     abandoned: bool = False
     """The client disconnected before the last byte; never labelled."""
+    held_s: float = 0.0
+    """How long the server held the request before its engine got it: while serving was paused for
+    training, or engine or adapter were loaded. Choices of one request have the same value."""
     call: Call
 
     @property

@@ -29,6 +29,7 @@ from hone.models.decoder import Decoder
 from hone.server import engine_choice
 from hone.server import gpus as server_gpus
 from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
+from hone.server.holds import Hold
 from hone.server.serving import OpenEngine
 from hone.server.settings import Settings
 from hone.types import ModelSpec
@@ -624,7 +625,7 @@ async def test_a_job_holds_the_requests_to_engines_on_its_gpu_only(
         return engine
 
     async def ask(name: str) -> None:
-        async with server.serving.using(name, waits=True) as policy:
+        async with server.serving.using(name, hold=Hold()) as policy:
             await complete(policy.base.engine, [1], Sampling(max_tokens=1), policy.adapter)
         answered.append(name)
 

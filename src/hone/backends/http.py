@@ -126,10 +126,12 @@ class Server:
         base_url: str | None = None,
         headers: Mapping[str, str] | None = None,
         final: tuple[type[HoneError], ...] = (),
+        patience_s: float | None = None,
     ) -> Any:
         """Send one request and return its JSON; retried while the server is unreachable or busy.
 
         `base_url` is another address of the same server; errors of the `final` kinds are not retried.
+        `patience_s` replaces how long it is retried.
         """
         await self.connect()
         outage = _Outage()
@@ -151,8 +153,9 @@ class Server:
                 retry_after_s = _retry_after_s(response)
             if self._answered:
                 self._warn(failure)
-            patience_s = self.patience_s if self._answered and base_url is None else FIRST_S
-            await self._pause(failure, outage, patience_s, retry_after_s)
+            usual_s = self.patience_s if self._answered and base_url is None else FIRST_S
+            wait_s = usual_s if patience_s is None else patience_s
+            await self._pause(failure, outage, wait_s, retry_after_s)
 
     async def job_events(self, job_id: str) -> AsyncGenerator[JobEvent, None]:
         """Every event of the job once, over as many connections as it takes."""

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
@@ -23,7 +24,7 @@ from pydantic import BaseModel
 
 from hone import dev, errors
 from hone.backends.base import Named, Trainable, TrainResult
-from hone.backends.http import FINAL, Server
+from hone.backends.http import CONNECT_S, FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
 from hone.progress import Progress
 from hone.train_config import TrainSFTConfig
@@ -49,6 +50,8 @@ HEALTH_S = 10.0
 """Timeout for requests that a running server answers at once."""
 WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
+HELD_S = 60.0
+"""How long one question for a rollout's held time waits for a call that is held."""
 DAYS_S = 7 * 86400.0
 """Default timeout of a job, longer than any job takes."""
 
@@ -260,6 +263,20 @@ class RemoteBackend(Server):
         """The recorded calls of a rollout."""
         rollout_calls = await self.ask("GET", f"/v1/rollouts/{quote(rollout, safe=':~')}")
         return [_read(RecordedCall, item) for item in rollout_calls["calls"]]
+
+    async def held_s(self, rollout: str, since: float) -> float:
+        """For how long since this time (of the monotonic clock) the server held a rollout's calls.
+
+        Returns when no call is held any longer. Raises HoneError or TimeoutError if the server does
+        not answer; it is not asked again.
+        """
+        while True:
+            async with asyncio.timeout(HELD_S + CONNECT_S):
+                query = f"within_s={time.monotonic() - since:.6f}&wait_s={HELD_S:g}"
+                path = f"/v1/rollouts/{quote(rollout, safe=':~')}/held?{query}"
+                held = await self.ask("GET", path, patience_s=0.0)
+            if not held["holding"]:
+                return float(held["held_s"])
 
     # ---- jobs -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ trained tokens come from the server, which recorded them where they were sampled
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,10 @@ from hone.wire.rollout import RolloutScope
 
 MAX_PATH = 200
 _NOT_IN_PATH = re.compile(r"[^!-~]")
+
+
+HeldSince = Callable[[float], Awaitable[float]]
+"""A time of the monotonic clock -> for how many seconds since then the server held calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class SeenCall:
     """The other parameters of the request, such as `max_tokens`."""
     is_chat: bool = True
     """Whether `parameters` are those of a chat completion rather than of another API."""
+    held_s: float = 0.0
+    """How long a hone server held it: serving was paused for training, or engine or adapter were being
+    loaded. Part of `seconds`."""
 
     @property
     def reply(self) -> dict[str, Any] | None:
@@ -124,6 +131,9 @@ class Recorder:
         self.is_incomplete = False
         """Only the server has the whole rollout: another process may have made calls, or a request
         continued a response from outside the rollout."""
+        self.held: HeldSince | None = None
+        """Asks the server for how long it held the rollout's calls, open ones included; None if it
+        cannot be asked."""
         self._calls: list[WatchedCall] = []
         self._steps: list[Step] = []
         self._events: list[dict[str, Any]] = []

@@ -23,6 +23,7 @@ from hone.wire.json import object_or_empty
 from hone.wire.openai_chat import usage
 from hone.wire.openai_response_client import read_messages, read_response, read_tools
 from hone.wire.openai_response_items import references
+from hone.wire.rollout import HELD_HEADER
 from hone.wire.stream import has_ended, join_events
 
 UNANSWERED = "no answer yet"
@@ -55,6 +56,7 @@ class Exchange:
         self._is_message = is_message
         self.started_at = time.time()
         self._began = time.perf_counter()
+        self._held_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -82,6 +84,7 @@ class Exchange:
     def answered(self, response: Any, *, streamed: bool) -> None:
         """The response arrived: its headers if it is streamed, otherwise all of it."""
         self._status = response.status_code
+        self._held_s += _seconds(response.headers.get(HELD_HEADER))  # retries are held too
         self._is_stream = "event-stream" in response.headers.get("content-type", "")
         if streamed and not response.is_closed:
             if "content-encoding" in response.headers:
@@ -159,6 +162,7 @@ class Exchange:
             temperature=_number(request.get("temperature")),
             parameters={k: v for k, v in request.items() if k not in _CONVERSATION},
             is_chat=not self._is_message and "messages" in request,
+            held_s=self._held_s,
         )
         if status is not None and status >= 400:
             text = error_message(object_or_empty(body)) or body[:500].decode(errors="replace")
@@ -201,6 +205,12 @@ class Exchange:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
+
+
+def _seconds(text: str | None) -> float:
+    with suppress(ValueError):
+        return float(text or 0.0)
+    return 0.0  # of another server
 
 
 # ---- reading ----------------------------------------------------------------------------------

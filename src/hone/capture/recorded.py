@@ -74,4 +74,5 @@ def _seen(choices: Sequence[RecordedCall], *, index: int, host: str) -> SeenCall
         status=None if first.abandoned else 200,
         error=LEFT if first.abandoned else None,
         temperature=first.call.temperature,
+        held_s=first.held_s,
     )

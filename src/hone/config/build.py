@@ -81,6 +81,9 @@ class Served:
     """Returns the recorded calls of a rollout id; None if the server does not record calls."""
     advertised_url: str | None = None
     """Base URL for agents in other processes, if it differs; ends in /v1."""
+    held_s: Callable[[str, float], Awaitable[float]] | None = None
+    """Returns for how long since a time (of the monotonic clock) the server held the calls of a rollout
+    id; None if it cannot be asked."""
 
     @property
     def rollout_arguments(self) -> dict[str, Any]:
@@ -89,6 +92,7 @@ class Served:
         return {
             "host": self.host,
             "recorded_calls": self.recorded,
+            "held_s": self.held_s,
             "aliases": dict.fromkeys(sorted(aliases), self.model),
         }
 

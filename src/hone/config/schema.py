@@ -196,7 +196,8 @@ class FinetuneConfig(Strict):
     max_infrastructure_failures: float = Field(default=0.2, ge=0, le=1)
     """An epoch fails if a larger share of its rollouts failed for reasons other than the model."""
     rollout_timeout_s: float = Field(default=600.0, gt=0)
-    """Timeout of one run of the workflow on one input."""
+    """Timeout of one run of the workflow on one input. Time that the training server held its calls does
+    not count: serving was paused for training, or an engine or adapter was being loaded."""
     rollout_retries: int = Field(default=1, ge=0)
     """Number of retries of a rollout that failed for reasons other than the model or its evaluator."""
     job_timeout_s: float = Field(default=86400.0, gt=0)

@@ -49,7 +49,7 @@ from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 from hone.workflow.paths import json_path
-from hone.workflow.run import RecordedCalls, run_rollout
+from hone.workflow.run import HeldTime, RecordedCalls, run_rollout
 from hone.workflow.target import load_target
 
 log = logging.getLogger("hone")
@@ -73,6 +73,7 @@ class Evaluation:
         timeout_s: float | None = None,
         host: str | None = None,
         recorded_calls: RecordedCalls | None = None,
+        held_s: HeldTime | None = None,
         aliases: Mapping[str, str] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
@@ -87,6 +88,8 @@ class Evaluation:
             timeout_s: timeout of one rollout, and of each evaluator.
             host: host of the trained model; None marks calls to any host.
             recorded_calls: reads the calls that its server recorded of a rollout.
+            held_s: asks its server for how long it held the calls of a rollout; that time extends
+                the rollout's timeout.
             aliases: names and the models that they mean in a rollout.
             prepare: called with each item between the workflow and the evaluators.
         """
@@ -97,7 +100,7 @@ class Evaluation:
         self.result_json_path = json_path(result_json_path)
         self.timeout_s = timeout_s
         self.host = host
-        self._recorded_calls, self._aliases = recorded_calls, aliases
+        self._recorded_calls, self._held_s, self._aliases = recorded_calls, held_s, aliases
         self._prepare = prepare
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -133,6 +136,7 @@ class Evaluation:
                 step=step,
                 aliases=self._aliases,
                 recorded_calls=self._recorded_calls,
+                held_s=self._held_s,
             )
         result = extracted(with_remote_steps(result), self.result_json_path)
         answered = item.copy_with_updates(

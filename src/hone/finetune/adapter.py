@@ -154,7 +154,16 @@ class ARTTrainerAdapter(TrainerAdapter):
         elsewhere = f"{advertised}/v1" if advertised else None
         urls = (self.backend.base_url, base_url, info.inference_base_url, elsewhere or base_url)
         trained = self.adapter_config.backend.trained(name, *urls, aliases=self._aliases)
-        return Served(base_url, key, name, host_of(host), trained, self.recorded, elsewhere)
+        return Served(
+            base_url,
+            key,
+            name,
+            host_of(host),
+            trained,
+            self.recorded,
+            elsewhere,
+            held_s=self.backend.held_s,
+        )
 
     @property
     def _aliases(self) -> tuple[str, ...]:

@@ -151,6 +151,7 @@ def _call_record(call: SeenCall, conversation: list[dict[str, Any]]) -> CallReco
         model=call.model,
         at=call.started_at,
         seconds=call.seconds,
+        held_s=call.held_s,
         status=call.status,
         error=plain(call.error),
         prompt_tokens=usage.get("prompt_tokens"),

@@ -39,7 +39,7 @@ from hone.server import (
     training,
 )
 from hone.server.bodies import BodyReader, PlainRoute, is_json
-from hone.server.respond import IN_ROLLOUT
+from hone.server.respond import HOLD, IN_ROLLOUT
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
@@ -47,6 +47,7 @@ from hone.wire.anthropic_response import MESSAGES
 from hone.wire.errors import error_body, error_response
 from hone.wire.openai_chat_response import CHAT, TEXT
 from hone.wire.openai_response_events import RESPONSES
+from hone.wire.rollout import HELD_HEADER
 
 DIALECTS = (CHAT, TEXT, RESPONSES, MESSAGES)
 """The API dialects; each formats the errors of its own routes."""
@@ -245,7 +246,9 @@ class _Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *own]
+                held_s = scope[HOLD].held_s if HOLD in scope else 0.0
+                held = [(HELD_HEADER.lower().encode(), f"{held_s:g}".encode())] if held_s else []
+                message["headers"] = [*message.get("headers", ()), *own, *held]
             await send(message)
 
         try:

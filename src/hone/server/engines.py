@@ -25,6 +25,7 @@ from hone.errors import EngineError, Unavailable
 from hone.inference.base import Engine, EngineStats
 from hone.logs import log, say, write_output
 from hone.server.adapters import Adapters
+from hone.server.holds import Hold
 from hone.server.settings import Settings
 from hone.server.supervision import Part, backoff_s, shared_task
 from hone.server.tokenizer import BaseTokenizer
@@ -60,6 +61,15 @@ class _Usage:
     """When its statistics were last written to engine.log, and which."""
     switching: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine goes to sleep or wakes: both take seconds, and two jobs may train."""
+    asleep: bool = False
+    sampling: set[Hold] = field(default_factory=set[Hold])
+    """Requests that the engine has; those it has while it sleeps wait for it."""
+
+    def switch(self, *, asleep: bool) -> None:
+        """The engine sleeps from now on, or does not."""
+        self.asleep = asleep
+        for hold in self.sampling:
+            hold.begin() if asleep else hold.end()
 
 
 class Engines:
@@ -159,6 +169,22 @@ class Engines:
             usage.used_at = time.monotonic()
             self._check(base_model)
 
+    @contextmanager
+    def sampling(self, base_model: str, hold: Hold) -> Iterator[None]:
+        """The engine has the request while the block runs; it is held whenever the engine sleeps.
+
+        An engine finishes what it samples before it sleeps. A request that came later waits in it.
+        """
+        usage = self._usage_of(base_model)
+        usage.sampling.add(hold)
+        if usage.asleep:
+            hold.begin()
+        try:
+            yield
+        finally:
+            usage.sampling.discard(hold)
+            hold.end()
+
     def in_use(self, base_model: str) -> bool:
         return self._usage_of(base_model).users > 0
 
@@ -255,12 +281,17 @@ class Engines:
 
     async def _open_or_close(self, base_model: str) -> Engine:
         """An engine; asleep if a pause began while it was opened."""
-        engine = await asyncio.to_thread(self._open_engine, base_model)
+        engine, usage = (
+            await asyncio.to_thread(self._open_engine, base_model),
+            self._usage_of(base_model),
+        )
+        usage.switch(asleep=False)  # the one before may have slept
         try:
             if self._is_paused(base_model):
-                async with self._usage_of(base_model).switching:
+                async with usage.switching:
                     if self._is_paused(base_model):
                         await engine.sleep()
+                        usage.switch(asleep=True)
         except BaseException:
             await engine.close()  # nobody else has it
             raise
@@ -340,6 +371,7 @@ class Engines:
         try:
             async with self._usage_of(base.name).switching:
                 await base.engine.sleep()
+                self._usage_of(base.name).switch(asleep=True)
         except EngineError:
             if base.engine.failure is None:
                 raise
@@ -349,7 +381,10 @@ class Engines:
         async def wake(base: Base) -> None:
             async with self._usage_of(base.name).switching:
                 if not self._is_paused(base.name):  # else it wakes when that pause ends
-                    await base.engine.wake()
+                    try:
+                        await base.engine.wake()
+                    finally:
+                        self._usage_of(base.name).switch(asleep=False)
 
         held = (base for name, base in self.loaded().items() if name not in served)
         waking = (wake(base) for base in held if not self._is_paused(base.name))

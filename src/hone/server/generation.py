@@ -24,6 +24,7 @@ from hone.chat.template import Parser
 from hone.inference.base import FinishReason, SampledToken, Sampling
 from hone.logs import say
 from hone.server.conversations import RolloutHistory
+from hone.server.holds import Hold
 from hone.server.serving import Policy
 from hone.server.state import State
 from hone.types import Call, RecordedCall, RunSpec
@@ -42,6 +43,7 @@ class RequestContext:
     policy: Policy
     scope: RolloutScope
     history: RolloutHistory
+    hold: Hold
     run: RunSpec | None
     size: Size
     """Size of the body, which decides where the prompt is tokenized."""
@@ -154,13 +156,16 @@ class Generation:
             stream: Any = policy.base.engine.generate(
                 self.prompt.ids, self.sampling, policy.adapter, stream=send is not None
             )
-            async with aclosing(stream):  # an engine aborts its request when it is closed early
-                async for delta in stream:
-                    choice = self.choices[delta.sample]
-                    choice.tokens += delta.tokens
-                    choice.finish, choice.stop = delta.finish, delta.stop
-                    if send is not None:
-                        await send(choice, delta.tokens)
+            engines, name = self.context.state.serving.engines, policy.base.name
+            # An engine aborts its request when the stream is closed early.
+            with engines.sampling(name, self.context.hold):
+                async with aclosing(stream):
+                    async for delta in stream:
+                        choice = self.choices[delta.sample]
+                        choice.tokens += delta.tokens
+                        choice.finish, choice.stop = delta.finish, delta.stop
+                        if send is not None:
+                            await send(choice, delta.tokens)
             await self._record(abandoned=False)
         except BaseException:
             await self._record(abandoned=True)
@@ -189,6 +194,7 @@ class Generation:
             metrics.continued_tokens.labels(model).inc(tokens)
         sampled = sum(len(choice.tokens) for choice in self.choices)
         metrics.sampled_tokens.labels(model).inc(sampled)
+        metrics.call_held_s.labels(model).inc(calls[0].held_s)
         for call in calls:
             metrics.calls.labels(model, call.finish).inc()
             metrics.malformed.labels(model).inc(bool(call.malformed) and not abandoned)
@@ -227,6 +233,7 @@ class Generation:
             continues=None if (source := self._source) is None else source.id,
             malformed=list(reply.malformed),
             abandoned=self._abandoned,
+            held_s=self.context.hold.held_s,
             call=Call(
                 prompt_ids=self.prompt.ids,
                 completion_ids=ids,

@@ -58,6 +58,9 @@ _HEADERS = [
 IN_ROLLOUT = "/rollout/{rollout_id}"
 """Base path of a rollout's API; every dialect's routes also exist under it."""
 
+HOLD = "hone.hold"
+"""Key in the ASGI scope of the request's Hold."""
+
 SMALL_BYTES = 8 * 2**10
 """Bodies up to this size are tokenized on the event loop, which takes a millisecond or two; handing
 one to a thread costs a good part of that."""
@@ -86,7 +89,7 @@ def add_dialect(
         scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
         parsed, messages, size = await _read_body(state, request, dialect, resume)
         model = sampling_request(parsed).model
-        admission = admitted(state, dialect, model, scope, size=size)
+        admission = admitted(state, dialect, model, scope, size=size, request=request)
         if count is None:
             return UntilDisconnect(partial(_respond, state, dialect, parsed, messages, admission))
         assert not isinstance(parsed, CompletionRequest) and messages is not None, parsed
@@ -132,25 +135,34 @@ async def _read_body(
 
 @asynccontextmanager
 async def admitted(
-    state: State, dialect: Dialect, model: str, scope: RolloutScope, *, size: Size
+    state: State,
+    dialect: Dialect,
+    model: str,
+    scope: RolloutScope,
+    *,
+    size: Size,
+    request: Request,
 ) -> AsyncIterator[RequestContext]:
     """Count a request as running and keep its model loaded, while the block runs."""
     serving = state.serving
     with (
         serving.admitted(),
         state.metrics.running.track_inprogress(),
+        state.holds.request(scope.rollout) as hold,
         state.conversations.history(scope.rollout) as history,
     ):
+        request.scope[HOLD] = hold
         run = state.calls.run_of(scope.rollout)
         aliases = dict(scope.aliases)
         async with serving.using(
-            model, run=run, step=scope.step, aliases=aliases, waits=True
+            model, run=run, step=scope.step, aliases=aliases, hold=hold
         ) as policy:
             yield RequestContext(
                 state=state,
                 policy=policy,
                 scope=scope,
                 history=history,
+                hold=hold,
                 run=run,
                 size=size,
                 prompt_key=dialect.prompt_key,

@@ -1,11 +1,13 @@
 """Routes for recorded rollouts, and for runs, whose rollouts are kept until they are closed.
 
 In:   the id of a rollout or of a run
-Out:  GET /v1/rollouts/{id}; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
+Out:  GET /v1/rollouts/{id} and /held; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
 
 A rollout without calls gives an empty list, not an error: an agent may make no model call.
 """
 
+import asyncio
+import time
 from contextlib import suppress
 from typing import Annotated
 
@@ -15,8 +17,13 @@ from starlette.responses import Response
 
 from hone.errors import Conflict, NotFound
 from hone.server.bodies import JsonRoute
+from hone.server.holds import covered_s
 from hone.server.state import State
 from hone.types import Name, RecordedCall, RolloutId, RunSpec, Strict
+
+DAY_S = 86400.0
+MAX_WAIT_S = 60.0
+"""A response that waits longer looks like a dead server to some proxies."""
 
 
 class RolloutCalls(Strict):
@@ -24,6 +31,20 @@ class RolloutCalls(Strict):
 
     rollout: str
     calls: list[RecordedCall]
+
+
+class RolloutHeld(Strict):
+    """For how long the server held the calls of a rollout."""
+
+    rollout: str
+    held_s: float
+    """Time in which at least one of its calls was held, in seconds. A call is held while serving is
+    paused for training, while its engine is loaded, restarted or asleep, and while its adapter is
+    loaded; not while it waits for other requests in a working engine."""
+    open: int
+    """Number of its calls that are being answered."""
+    holding: bool
+    """Whether one of them is held now."""
 
 
 class RunInfo(RunSpec):
@@ -48,6 +69,31 @@ def routes(state: State) -> APIRouter:
         """Every call of a rollout, with its tokens."""
         calls = RolloutCalls(rollout=rollout_id, calls=state.calls.rollout(rollout_id))
         return Response(calls.model_dump_json(), media_type="application/json")
+
+    @router.get("/v1/rollouts/{rollout_id}/held")
+    async def held(
+        rollout_id: Annotated[RolloutId, Path()],
+        within_s: Annotated[float, Query(gt=0, allow_inf_nan=False)] = DAY_S,
+        wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    ) -> RolloutHeld:
+        """For how long the calls of a rollout were held in the last `within_s`, open ones included.
+
+        If one is held now, the response waits for it, up to `wait_s`.
+        """
+        holds = state.holds
+        await holds.released(rollout_id, wait_s)
+        # Since this server started, `holds` knows; calls from before are only recorded.
+        before = state.started_at
+        stored = await asyncio.to_thread(state.calls.held, rollout_id, before=before)
+        offset = time.time() - time.monotonic()
+        earlier = [(begin - offset, end - offset) for begin, end in stored]
+        since = time.monotonic() - within_s
+        return RolloutHeld(
+            rollout=rollout_id,
+            held_s=round(covered_s([*earlier, *holds.intervals(rollout_id)], since), 3),
+            open=holds.open(rollout_id),
+            holding=holds.is_held(rollout_id),
+        )
 
     @router.post("/v1/runs")
     def open_run(spec: RunSpec) -> RunInfo:

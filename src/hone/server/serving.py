@@ -13,7 +13,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +31,7 @@ from hone.models.find import canonical, find
 from hone.server.auth import may_load
 from hone.server.engine_choice import EngineChoice
 from hone.server.engines import Base, Engines
+from hone.server.holds import Hold
 from hone.server.settings import Settings
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
@@ -106,14 +113,15 @@ class Serving:
         run: RunSpec | None = None,
         step: int | None = None,
         aliases: Mapping[str, str] | None = None,
-        waits: bool = False,
+        hold: Hold | None = None,
     ) -> AsyncIterator[Policy]:
         """The policy behind a name; its engine stays open and its adapter loaded in the block.
 
         NAME, NAME@N, NAME@latest, NAME@best, PROJECT/NAME..., or a base model's name. Inside a run,
         the base model's name and the aliases refer to the newest step of the run's model. `step`
         replaces that newest step; names that contain a step keep theirs. `aliases` are those of the
-        rollout. With `waits`, this waits until the engine is not paused.
+        rollout. With `hold`, this waits until the engine is not paused, and counts the time until
+        engine and adapter are there.
         """
         target = (aliases or {}).get(name.removesuffix("@latest"), name)
         stem, suffix = _split(target)
@@ -122,20 +130,34 @@ class Serving:
             base_name, record, at = self._look_up(target, run, step)
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
-        if waits:
-            await self.engines.ready(base_name)
-        base = await self.engines.base(base_name)
+        waiting = nullcontext if hold is None else hold.waiting
+        with waiting():
+            if hold is not None:
+                await self.engines.ready(base_name)
+            base = await self.engines.base(base_name)
         with self.engines.using(base_name):
-            adapter = None
-            if record is not None and at is None:
-                if record.key not in base.adapters.newest:
-                    await self._load_newest(record, base)
-                at, adapter = base.adapters.newest[record.key]
-            elif record is not None and at:
-                checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
-                adapter = await self._load(base, record, checkpoint)
+            at, adapter = await self._adapter(base, record, at, waiting)
             with base.adapters.using(adapter) if adapter else nullcontext():
                 yield Policy(base, record, at or 0, adapter, name)
+
+    async def _adapter(
+        self,
+        base: Base,
+        record: ModelRecord | None,
+        at: int | None,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> tuple[int | None, AdapterRef | None]:
+        """The step and its adapter, loaded inside `waiting`; `at` None is the newest step."""
+        if record is not None and at is None:
+            if record.key not in base.adapters.newest:
+                with waiting():
+                    await self._load_newest(record, base)
+            return base.adapters.newest[record.key]
+        if record is None or not at:
+            return at, None
+        checkpoint = await asyncio.to_thread(self._checkpoints.get, record.key, at)
+        with waiting():
+            return at, await self._load(base, record, checkpoint)
 
     async def resolve(self, name: str, **more: Any) -> Policy:
         """The policy behind a name, resolved as in `using`; loads it."""

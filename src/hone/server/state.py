@@ -15,6 +15,7 @@ from hone.learner.worker import LearnerProcess
 from hone.logs import say
 from hone.server.bodies import BodyBudget
 from hone.server.conversations import Conversations
+from hone.server.holds import Holds
 from hone.server.learners import StartLearner
 from hone.server.recorder import Recorder
 from hone.server.service import TrainingService
@@ -75,6 +76,7 @@ class State:
         """Processes that read large request bodies."""
         self.bodies = BodyBudget(settings.max_bodies_bytes)
         self.recorder = Recorder(self.calls)
+        self.holds = Holds()
         self.conversations = Conversations()
         self.pruner, self.logs = Part("pruner"), Part("logs")
 

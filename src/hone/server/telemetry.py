@@ -51,6 +51,12 @@ class Metrics:
         self.abandoned = Counter(
             "hone_calls_abandoned", "Calls whose client left early", registry=of
         )
+        self.call_held_s = Counter(
+            "hone_calls_held_seconds",
+            "Time that answered requests were held: serving was paused, or engine or adapter loaded",
+            ["model"],
+            registry=of,
+        )
         self.turns = Counter(
             "hone_turns", "Prompts by how they were made", ["outcome", "why"], registry=of
         )

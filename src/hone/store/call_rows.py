@@ -66,7 +66,7 @@ class Row:
 
 _BODY_FIELDS = {
     *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
-    *("outcome", "reasons", "continues", "malformed", "abandoned", "request_fields"),
+    *("outcome", "reasons", "continues", "malformed", "abandoned", "held_s", "request_fields"),
 }
 _CALL_FIELDS = {"exact", "masked_logprobs", "forced", "temperature", "step", "function", "trained"}
 
@@ -124,6 +124,11 @@ def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
         call=call,
         **body,
     )
+
+
+def held_s(body: bytes) -> float:
+    """The field of this name in the body of a row."""
+    return _unpack(body).get("held_s", 0.0)
 
 
 def without_request_fields(body: bytes) -> bytes:

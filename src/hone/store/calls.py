@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import Conflict, NotFound
-from hone.store.call_rows import Row, digest, insert, ints, read_calls, without_request_fields
+from hone.store.call_rows import (
+    Row,
+    digest,
+    held_s,
+    insert,
+    ints,
+    read_calls,
+    without_request_fields,
+)
 from hone.store.database import Store
 from hone.types import RecordedCall, RunSpec
 
@@ -231,6 +239,18 @@ class CallStore:
             "SELECT seq FROM calls WHERE rollout = ? ORDER BY place, choice, seq", (rollout,)
         )
         return read_calls(self._store.query, [row["seq"] for row in seqs])
+
+    def held(self, rollout: str, *, before: float) -> list[tuple[float, float]]:
+        """When requests of a rollout that were answered before this time were held.
+
+        Begin and end in seconds since 1970, as if each had been held until its prompt was built.
+        """
+        rows = self._store.query(
+            "SELECT created_at, body FROM calls WHERE rollout = ? AND choice = 0 AND created_at < ?",
+            (rollout, before),
+        )
+        ends = [(row["created_at"], held_s(row["body"])) for row in rows]
+        return [(end - seconds, end) for end, seconds in ends if seconds]
 
     def get(self, call_ids: Iterable[str]) -> list[RecordedCall]:
         """Calls by id, in this order. Raises NotFound."""

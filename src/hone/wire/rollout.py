@@ -19,6 +19,8 @@ from hone.types import RolloutId
 ROLLOUT_HEADER = "X-Hone-Rollout"
 FUNCTION_HEADER = "X-Hone-Function"
 TEMPERATURE_HEADER = "X-Hone-Temperature"
+HELD_HEADER = "X-Hone-Held-S"
+"""Header of a response: for how many seconds the server held the request; absent if it did not."""
 
 ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512

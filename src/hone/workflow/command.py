@@ -92,7 +92,8 @@ class CommandConfig(FunctionBaseConfig, name="command"):
     keep_workdir: Literal["never", "failed", "always"] = "never"
     """Which working directories to keep after the rollout; the failure and the log name them."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Kill the program after this many seconds. `finetuning.rollout_timeout_s` applies too."""
+    """Kill the program after this many seconds, not counting time that the training server held its
+    calls. `finetuning.rollout_timeout_s` applies too."""
     max_output_bytes: int = Field(default=2**20, gt=0)
     """A program that prints more is killed, and the rollout fails."""
     policy_failure_exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(

@@ -88,13 +88,18 @@ def _unreached(error: BaseException) -> str:
     return ""
 
 
-def timed_out(after_s: float, place: str, calls: Sequence[SeenCall]) -> RolloutFailure:
-    """The failure of an agent that had not ended after `after_s`; `place` is where it waited."""
+def timed_out(
+    after_s: float, place: str, calls: Sequence[SeenCall], extension: str = ""
+) -> RolloutFailure:
+    """The failure of an agent that had not ended after `after_s`; `place` is where it waited.
+
+    `extension` says how much longer its time was because the server held its calls.
+    """
     kind: Kind = "policy" if any(call.choices for call in calls) else "infrastructure"
     answered = sum(bool(call.choices) for call in calls)
     message = (
-        f"the rollout did not end within {after_s:g} s; it had sent {len(calls)} calls, of which "
-        f"{answered} were answered"
+        f"the rollout did not end within {after_s:g} s{extension}; it had sent {len(calls)} calls, "
+        f"of which {answered} were answered"
     )
     failure = Failure(type="TimeoutError", message=message, traceback=place)
     return RolloutFailure(kind, "timeout", failure)

@@ -61,7 +61,8 @@ class HttpConfig(FunctionBaseConfig, name="http"):
     """JSONPath of the output in the response, such as `$.choices[0].message.content`. By default the
     output is the text of the whole response."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Stop waiting after this many seconds. `finetuning.rollout_timeout_s` applies too."""
+    """Stop waiting after this many seconds, not counting time that the training server held the agent's
+    calls. `finetuning.rollout_timeout_s` applies too."""
     max_output_bytes: int = Field(default=2**20, gt=0)
     """A larger response is a failure."""
     policy_failure_statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.errors import AgentFailed, AgentTimeout
+from hone.workflow.deadline import Deadline
 from hone.workflow.function import in_thread
 from hone.workflow.guard import TOKEN, guard, kill_all, signal_group
 
@@ -55,13 +56,14 @@ async def run_program(
     """Run the program to its end; raises AgentFailed if it cannot start or prints too much.
 
     `token` marks its processes; the guard has it already. `stdin` None is an empty one. After
-    `timeout_s` the program is killed, and AgentTimeout is raised.
+    `timeout_s`, longer by the time that the server held its calls, the program is killed, and
+    AgentTimeout is raised.
     """
     popen = _start(arguments, {**env, TOKEN: token}, directory, pipe=stdin is not None)
     guard.add(token, str(directory), popen.pid)
-    running = _Running(popen, max_output_bytes)
+    running, deadline = _Running(popen, max_output_bytes), Deadline(timeout_s)
     try:
-        in_time = await running.wait(stdin, timeout_s)
+        in_time = await running.wait(stdin, deadline)
     finally:
         try:
             await running.stop(token)
@@ -81,7 +83,8 @@ async def run_program(
         )
     if not in_time:
         raise AgentTimeout(
-            f"{name} did not end within timeout_s={timeout_s:g} and was killed", details=details
+            f"{name} did not end within timeout_s={timeout_s:g}{deadline.extension()} and was killed",
+            details=details,
         )
     status = popen.poll()
     if status is None:
@@ -122,7 +125,7 @@ class _Running:
         # A thread: asyncio's own wait() also waits for the pipes, which children hold open.
         self._exited = asyncio.ensure_future(in_thread(_wait_for, popen))
 
-    async def wait(self, stdin: bytes | None, timeout_s: float | None) -> bool:
+    async def wait(self, stdin: bytes | None, deadline: Deadline) -> bool:
         """Until it exits or prints too much; False if the time is over before."""
         loop, popen = asyncio.get_running_loop(), self._popen
         for output, pipe in ((self.stdout, popen.stdout), (self.stderr, popen.stderr)):
@@ -132,12 +135,12 @@ class _Running:
             self._transports[popen.stdin] = writer
             writer.write(stdin or b"")
             writer.write_eof()
-        done, _ = await asyncio.wait(
-            {self._exited, self.stdout.full},
-            timeout=timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        return bool(done)
+        ends, passing = {self._exited, self.stdout.full}, asyncio.create_task(deadline.passed())
+        try:
+            await asyncio.wait({*ends, passing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            passing.cancel()
+        return any(end.done() for end in ends)
 
     async def stop(self, token: str) -> None:
         """End all of its processes, and read what they had still printed."""

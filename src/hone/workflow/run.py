@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from hone.config.build import build
 from hone.config.schema import read
 from hone.errors import ConfigError, HoneError
 from hone.types import RecordedCall
+from hone.workflow.deadline import Deadline
 from hone.workflow.failure import RolloutFailure, raised, timed_out
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 
 RecordedCalls = Callable[[str], Awaitable[list[RecordedCall]]]
 """Rollout id -> the calls that the server recorded."""
+HeldTime = Callable[[str, float], Awaitable[float]]
+"""Rollout id, a time of the monotonic clock -> for how long since then the server held its calls."""
 GRACE_S = 5.0
 """How long an agent may take to end after it was cancelled."""
 
@@ -75,6 +79,7 @@ async def run_rollout(
     step: int | None = None,
     aliases: Mapping[str, str] | None = None,
     recorded_calls: RecordedCalls | None = None,
+    held_s: HeldTime | None = None,
 ) -> RolloutResult:
     """Run the workflow on the input; an exception of the agent is returned, not raised.
 
@@ -83,15 +88,18 @@ async def run_rollout(
         input: its input.
         id: id of the rollout; random if None. `RUN:REST` belongs to the open run RUN.
         host: host of the trained model; only calls to it are marked. None marks all calls.
-        timeout_s: the rollout fails if it takes longer.
+        timeout_s: the rollout fails if it takes longer, not counting time that the server held calls.
         temperature: sampling temperature, whatever the agent asks for; 0 is greedy.
         step: the step that answers; the newest one if None.
         aliases: names and the models that they mean in this rollout.
         recorded_calls: reads the calls that the server recorded; called after the agent has ended
             if it used the rollout's URL, since another process may have made calls, or if a
             request named an earlier response instead of sending its whole prompt.
+        held_s: asks the server for how long it held the rollout's calls; called when the timeout has
+            passed. None extends no timeout.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step, aliases=aliases)
+    recorder.held = None if held_s is None else partial(held_s, rollout.id)
     began = time.perf_counter()
     with rollout:
         try:
@@ -103,7 +111,7 @@ async def run_rollout(
         calls = await _completed(rollout, calls, recorded_calls)
     failure = None
     if isinstance(outcome, _TimedOut):
-        failure = timed_out(outcome.after_s, outcome.place, calls)
+        failure = timed_out(outcome.after_s, outcome.place, calls, outcome.extension)
     elif outcome.error is not None:
         failure = raised(outcome.error, calls)
     return RolloutResult(
@@ -181,6 +189,7 @@ class _TimedOut:
     """A workflow that did not end in time."""
 
     after_s: float
+    extension: str
     place: str
     output: None = None
 
@@ -189,14 +198,17 @@ async def _outcome(
     workflow: Function, input: Any, timeout_s: float | None, recorder: Recorder
 ) -> _Ended | _TimedOut:
     # A separate task, so that an agent that catches its cancellation can be abandoned.
-    task = asyncio.create_task(_attempt(workflow, input))
+    task, deadline = asyncio.create_task(_attempt(workflow, input)), Deadline(timeout_s)
+    passing = asyncio.create_task(deadline.passed())
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        await asyncio.wait({task, passing}, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         recorder.closed = True
         await _stop(task, workflow.name)
         raise
-    if done:
+    finally:
+        passing.cancel()
+    if task.done():
         if task.cancelled():  # the agent cancelled itself
             return _Ended(error=asyncio.CancelledError("the agent cancelled its own task"))
         return task.result()
@@ -204,7 +216,7 @@ async def _outcome(
     place = _place(task)
     recorder.closed = True
     await _stop(task, workflow.name)
-    return _TimedOut(timeout_s, place)
+    return _TimedOut(timeout_s, deadline.extension(), place)
 
 
 async def _attempt(workflow: Function, input: Any) -> _Ended:

@@ -4,7 +4,6 @@ In:   the service's URL; a request, and its timeout
 Out:  the response; AgentTimeout or AgentFailed, each with a reason to count by
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import httpx2
 from hone.capture.base import host_of
 from hone.errors import AgentFailed, AgentTimeout
 from hone.model import CONNECT_S
+from hone.workflow.deadline import Deadline
 
 DETAILS = 16 * 1024
 """Number of characters recorded from the beginning of an error response."""
@@ -37,13 +37,17 @@ def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
 async def answered_within(name: str, seconds: float | None, setting: str) -> AsyncIterator[None]:
     """Raise AgentTimeout after this time, and AgentFailed if there is no response.
 
+    The time is longer by what the server held the rollout's calls.
     `setting` is the key or option of the timeout, up to its value: `timeout_s=`.
     """
+    deadline = Deadline(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with deadline.limit():
             yield
     except TimeoutError:
-        raise AgentTimeout(f"{name} was not answered within {setting}{seconds:g}") from None
+        raise AgentTimeout(
+            f"{name} was not answered within {setting}{seconds:g}{deadline.extension()}"
+        ) from None
     except httpx2.RequestError as error:
         why = str(error) or type(error).__name__
         raise AgentFailed(f"{name} failed: {why}", reason="connection") from error
