@@ -535,10 +535,10 @@ async def test_a_base_model_that_is_not_paused_is_served_and_opened(
 ) -> None:
     engines, other = world.serving.engines, str(write_model(tmp_path / "other", tokenizer))
     await engines.base(world.tiny)
-    world.hold(0.05)
     async with asyncio.timeout(PATIENCE_S), engines.paused({other}):
         await engines.ready(other)
         assert (await engines.base(other)).engine is world.engines[other]
+        world.hold(0.05)
         async with engines.paused({world.tiny, other}):
             pass
         with pytest.raises(Unavailable):

@@ -23,7 +23,7 @@ _BULKY = frozenset({"logprobs", "token_ids", "prompt_token_ids", "prompt_logprob
 _FREE = uuid.UUID("8f0f0f52-7a1c-4a35-9d0e-2b7f6f3a1c55")
 _FIELDS = (
     *("index", "function", "model", "host", "tools", "usage", "id", "policy_step"),
-    *("seconds", "status", "error"),
+    *("seconds", "held_s", "status", "error"),
 )
 
 
@@ -217,6 +217,7 @@ def _call(payload: Mapping[str, Any], place: int) -> SeenCall:
         "host": "",
         "usage": (payload.get("usage_info") or {}).get("token_usage"),
         "seconds": ended - began,
+        "held_s": 0.0,
         **own,
     }
     fields = {key: known[key] for key in _FIELDS}
