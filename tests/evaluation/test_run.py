@@ -278,3 +278,19 @@ async def test_a_rollout_has_its_time():
     result = await run.run_item(run.items[0])
     assert result.rollout is not None and result.rollout.failure is not None
     assert result.rollout.failure.reason == "timeout"
+
+
+async def test_a_rollout_has_the_time_that_the_server_held_its_calls():
+    asked = asyncio.Event()
+
+    async def held_s(rollout: str, since: float) -> float:
+        asked.set()
+        return float(PATIENCE_S)
+
+    async def late(input: str) -> str:
+        await asked.wait()
+        return input
+
+    run = over(late, items("a"), timeout_s=0.05, held_s=held_s)
+    result = await run.run_item(run.items[0])
+    assert result.failure is None and result.item.output_obj == "a"

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -64,6 +65,8 @@ async def test_initialize_registers_loads_and_says_where_the_model_answers(
         assert adapter.served.base_url == f"{server.base_url}/v1"
         assert adapter.served.model == f"suite/{adapter.model.name}"
         assert (adapter.served.host, adapter.served.api_key) == ("localhost", "default")
+        held_s = adapter.served.rollout_arguments["held_s"]
+        assert await held_s("run:1", time.monotonic() - 60) == 0  # it has made no call
         assert adapter.info.base_model == str(tiny_model)
         assert (await adapter.policy_step(), await adapter.is_healthy()) == (0, True)
         await adapter.initialize(finetuning())  # a second time is nothing
