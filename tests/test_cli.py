@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.chat.conftest import build_tokenizer
 from tests.patience import PATIENCE_S
+from tests.server.conftest import write_model
 from typer.testing import CliRunner
 
 import hone
@@ -69,6 +71,60 @@ def test_show_knows_a_model_that_is_not_here():
     assert rows["context"] == "32,768 tokens"
     # Weights 1884.6 MiB, KV 2 x 24 x 128 x 8192 x 4 bytes = 192 MiB, 64 rows of logits 74.2 MiB.
     assert rows["serving"].startswith("2.1 GiB in float32, 8,192 tokens of KV cache: ")
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "tools"),
+    [
+        ("qwen2.5-instruct", None, "reach the prompt, in the model's own format"),
+        ("qwen3", None, "reach the prompt, in the model's own format"),
+        # SmolLM2's own template drops them without a word.
+        (
+            "smollm2-instruct",
+            None,
+            "reach the prompt, in hone's template: the model's own drops them",
+        ),
+        (
+            "smollm2-instruct",
+            "{# tools #}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "do not reach the prompt: the template drops them, so hone refuses requests with tools",
+        ),
+        # It notices that there are tools, but names none.
+        (
+            "smollm2-instruct",
+            "{% if tools %}You have tools.{% endif %}{{ messages[-1].content }}",
+            "do not reach the prompt: the template does not print their names",
+        ),
+        (
+            "smollm2-instruct",
+            "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[-1].content }}",
+            "do not reach the prompt: the template refuses them (no tools)",
+        ),
+        # Printed, but in a format that hone cannot read back.
+        (
+            "smollm2-instruct",
+            "{{ tools }} {% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "reach the prompt, in the model's own format; hone does not parse the calls in answers",
+        ),
+    ],
+)
+def test_show_says_whether_tools_reach_the_prompt(tmp_path, family, template, tools):
+    model = write_model(tmp_path / "model", build_tokenizer(family, template))
+    # Only the tokenizer is read: weights that cannot be loaded do not matter.
+    (model / "model.safetensors").write_bytes(b"")
+    result = run("models", "show", "./model")
+    assert result.exit_code == 0, result.output
+    assert _rows(result.stdout)["tools"] == tools
+
+
+def _rows(table: str) -> dict[str, str]:
+    """Labels and values of a printed table; folded lines are joined."""
+    rows: dict[str, str] = {}
+    for line in table.splitlines():
+        label, _, value = line.partition(" ")
+        last = label or next(reversed(rows))
+        rows[last] = f"{rows[last]} {value.strip()}" if last in rows else value.strip()
+    return rows
 
 
 def test_an_unknown_model_is_three_lines_on_stderr_and_exit_1():
@@ -227,6 +283,7 @@ def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):
     assert rows["weights"].startswith("from tiny.gguf (tiny.gguf: F32 x 12)")
     assert rows["licence"] == "mit"
     assert rows["template"] == "none: it cannot chat unless you give one"
+    assert "tools" not in rows
     failed = hone_models("show", "nobody/nothing")
     assert failed.returncode == 1
     assert "Traceback" not in failed.stderr

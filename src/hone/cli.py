@@ -212,7 +212,7 @@ def pull_model(name: Name, log_level: LogLevel = None) -> None:
 
 @models.command("show")
 def show_model(name: Name, log_level: LogLevel = None) -> None:
-    """Show a model's sizes, licence, template and the memory it needs; downloads nothing.
+    """Show a model's sizes, licence, template, tools and the memory it needs; downloads nothing.
 
     Examples:
 
@@ -221,9 +221,10 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
         hone models show ./my-model
     """
     from hone.models.catalogue import describe
+    from hone.server.tokenizer import describe_tools
 
     with _progress(name) as progress:
-        rows = describe(name, progress=progress)
+        rows = describe(name, tools=describe_tools, progress=progress)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from hone.chat import chatml
 from hone.chat import renderers as library
-from hone.chat.jinja import Jinja, encode
+from hone.chat.jinja import PROBE_TOOL, Jinja, encode
 from hone.chat.messages import Message, Tools, check_messages, check_tools
 from hone.chat.reply import (
     CLOSE_THINK,
@@ -240,6 +240,26 @@ class ChatTemplate:
                 "vanish; describe them in the system message, or use a model that has tools"
             )
         return offered
+
+    def describe_tools(self) -> str:
+        """Whether tools reach the prompt, and why not: renders a request with a tool."""
+        missing = "do not reach the prompt: the template"
+        if not self.renderer.takes_tools:
+            return f"{missing} drops them, so hone refuses requests with tools"
+        try:
+            prompt = self.text(self.render([{"role": "user", "content": "?"}], [PROBE_TOOL]))
+        except TemplateError as error:
+            return f"{missing} refuses them ({error.__cause__ or error})"
+        function = PROBE_TOOL["function"]
+        if not all(
+            name in prompt for name in (function["name"], *function["parameters"]["properties"])
+        ):
+            return f"{missing} does not print their names"
+        if isinstance(self.renderer, chatml.ChatML) and not self.renderer.own_tools:
+            return "reach the prompt, in hone's template: the model's own drops them"
+        parsed = self._hermes or isinstance(self.renderer, library.Library)
+        note = "" if parsed else "; hone does not parse the calls in answers"
+        return f"reach the prompt, in the model's own format{note}"
 
     def parser(
         self,

@@ -6,6 +6,7 @@ Out:  Entry values and labelled properties; files, once pulled
 `list` and `show` neither download nor install anything.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hone.errors import ModelNotFound
@@ -67,8 +68,16 @@ def pull(name: str, *, progress: Progress | None = None) -> ModelFiles:
     return find(name, progress=progress)
 
 
-def describe(name: str, *, progress: Progress | None = None) -> list[tuple[str, str]]:
-    """Labels and values for `show`; for a model that is not on this machine, from the table."""
+def describe(
+    name: str,
+    *,
+    tools: Callable[[ModelFiles], str],
+    progress: Progress | None = None,
+) -> list[tuple[str, str]]:
+    """Labels and values for `show`; for a model that is not on this machine, from the table.
+
+    `tools` states whether tools reach the prompt of a model that has a chat template.
+    """
     known = KNOWN.get(name)
     try:
         files = find(name, download=False, progress=progress)
@@ -98,6 +107,8 @@ def describe(name: str, *, progress: Progress | None = None) -> list[tuple[str, 
     ]
     if files is not None:
         rows.append(("template", _template(files)))
+        if files.template is not None:
+            rows.append(("tools", tools(files)))
     free = available_memory()
     for label, use, words in (
         ("serving", SERVING, "8,192 tokens of KV cache"),
@@ -162,5 +173,4 @@ def _template(files: ModelFiles) -> str:
         return "none: it cannot chat unless you give one"
     kinds = {"<|im_start|>": "ChatML", "<|start_header_id|>": "Llama 3", "[INST]": "Mistral"}
     kind = next((name for mark, name in kinds.items() if mark in text), "its own")
-    tools = "with tools" if "tools" in text else "without tools"
-    return f"{kind}, {tools}, sha256 {(files.template_sha256 or '')[:12]}"
+    return f"{kind}, sha256 {(files.template_sha256 or '')[:12]}"

@@ -143,6 +143,11 @@ def _read_template(files: ModelFiles, name: str, today: date | None) -> ChatTemp
 _template = lru_cache(maxsize=4)(_read_template)
 
 
+def describe_tools(files: ModelFiles) -> str:
+    """Whether tools reach the prompt of this model: renders one as a request would."""
+    return _read_template(files, files.name, None).describe_tools()
+
+
 def _weights_sha256(files: ModelFiles, root: Path) -> str:
     """The hash of the weights, from the cache under `root` if the files are unchanged."""
     stats = [(file.name, file.stat()) for file in files.weight_files]
