@@ -336,7 +336,8 @@ def export_command(
 ) -> None:
     """Export a trained step for other programs; prints the directory.
 
-    Writes a PEFT adapter, or with --merge a whole model, with its tokenizer and chat template.
+    Writes a PEFT adapter, or with --merge a whole model, with its tokenizer, its chat template and a
+    README.md that names the weights it was trained on.
 
     Examples:
 
@@ -344,9 +345,12 @@ def export_command(
 
         hone export agent@best ./agent-model --merge
     """
+    from hone.store.base_weights import BaseWeights
     from hone.store.export import export
 
-    typer.echo(str(export(root, model, directory, merge=merge)))
+    export(root, model, directory, merge=merge)
+    typer.echo(str(BaseWeights.read(directory)), err=True)
+    typer.echo(str(directory))
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from peft import PeftModel
 from tests.server.conftest import write_model
 from tests.server.small_server import SmallServer, spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from hone.cli import app
 from hone.errors import ConfigError, Conflict, NotFound
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.optim import AdamW
@@ -23,6 +25,7 @@ from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
 from hone.server.tokenizer import BaseTokenizer
+from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import Checkpoints
 from hone.store.export import export, public_name
 from hone.types import ModelKey
@@ -42,6 +45,16 @@ def adapter(model: Path, directory: Path, seed: int) -> str:
     lora.save(directory, base_model=str(model))
     AdamW.save_fresh(lora.parameters(), directory)
     return lora.sha256
+
+
+def trained_over(model: Path, root: Path) -> str:
+    """A server's root whose `agent` has one step over this model; the hash of its weights."""
+    server = SmallServer.at(root)
+    server.models.register(spec(model))
+    weights = find(str(model)).weights_sha256
+    server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1), weights_sha256=weights)
+    server.store.close()
+    return weights
 
 
 @pytest.fixture
@@ -259,16 +272,89 @@ def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path)
 def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):
     model = write_model(tmp_path / "model", tokenizer)
     root = tmp_path / "hone"
-    server = SmallServer.at(root)
-    server.models.register(spec(model))
-    weights = find(str(model)).weights_sha256
-    server.checkpoints.write(KEY, 1, lambda to: adapter(model, to, 1), weights_sha256=weights)
-    server.store.close()
+    trained_over(model, root)
     write_model(model, tokenizer, seed=1)
     with pytest.raises(Conflict, match="trained over other weights"):
         export(root, "agent", tmp_path / "out", merge=True)
     assert not list(tmp_path.glob("*out*"))
     export(root, "agent", tmp_path / "out")  # the adapter is what it was
+
+
+ORIGIN = {
+    "name": "tiny",
+    "source": "tiny.Q4_1.gguf",
+    "source_sha256": "ab" * 32,
+    "quantisation": "Q4_1",
+    "tensor_types": {"Q4_1": 12},
+    "license": None,
+    "files": {},
+}
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_names_the_quantized_weights_it_was_trained_on(
+    tmp_path: Path, tokenizer: Any, merge: bool
+):
+    model = write_model(tmp_path / "model", tokenizer)
+    (model / "hone.json").write_text(json.dumps(ORIGIN))
+    weights = trained_over(model, tmp_path / "hone")
+    if not merge:  # the step belongs to the weights it was trained on, not to those of today
+        write_model(model, tokenizer, seed=1)
+    out = tmp_path / "out"
+    command = ["export", "agent", str(out), "--root", str(tmp_path / "hone")]
+    result = CliRunner().invoke(app, [*command, "--merge"] if merge else command)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}\n"
+    # The bars of transformers come first.
+    assert result.stderr.splitlines()[-1] == (
+        f"trained on {model}, dequantised from Q4_1 (weights sha256 {weights[:12]}); "
+        "the original model has other weights"
+    )
+    assert json.loads((out / "base_model.json").read_text()) == {
+        "name": str(model),
+        "weights_sha256": weights,
+        "dequantised_from": "Q4_1",
+        "source": "tiny.Q4_1.gguf",
+        "source_sha256": "ab" * 32,
+        "original": None,
+    }
+    readme = (out / "README.md").read_text()
+    assert readme.startswith(f"---\nlibrary_name: {'transformers' if merge else 'peft'}\n---\n")
+    assert "# default/agent, step 1\n" in readme
+    assert f"| SHA-256 of the weights | `{weights}` |\n" in readme
+    assert "| dequantised from | `Q4_1, to float32` |\n" in readme
+    # A merged model includes them.
+    assert ("The weights of the original model differ from these" in readme) == (not merge)
+
+
+def test_an_export_over_plain_weights_names_their_hash(
+    root: Path, tiny_model: Path, tmp_path: Path
+):
+    out = export(root, "agent", tmp_path / "out")
+    weights = find(str(tiny_model)).weights_sha256
+    said = f"trained on {tiny_model} (weights sha256 {weights[:12]})"
+    assert str(BaseWeights.read(out)) == said
+    assert "quantised" not in (out / "README.md").read_text()
+
+
+def test_an_export_over_the_model_of_a_wheel_names_the_original_as_another(
+    root: Path, tmp_path: Path
+):
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    origin = ORIGIN | {"source": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    (converted / "hone.json").write_text(json.dumps(origin))
+    files = ModelFiles(name="smollm2-135m-instruct", path=converted, source="wheel")
+    step = Checkpoints(root).get(KEY, 1)
+    weights = BaseWeights.of(step, files, public_name(files))
+    assert str(weights) == (
+        "trained on smollm2-135m-instruct, dequantised from Q4_1 (weights sha256 "
+        f"{step.manifest['weights_sha256'][:12]}); HuggingFaceTB/SmolLM2-135M-Instruct has other weights"
+    )
+    weights.write(tmp_path, step, merged=False)
+    readme = (tmp_path / "README.md").read_text()
+    assert "The weights of `HuggingFaceTB/SmolLM2-135M-Instruct` differ from these" in readme
+    assert "Use `hone models pull smollm2-135m-instruct` for the weights in the table" in readme
 
 
 @pytest.mark.parametrize(
@@ -284,7 +370,7 @@ def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):
             "smollm2-135m-instruct",
             "/home/me/.cache/hone/converted/x",
             "wheel",
-            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "smollm2-135m-instruct",  # not the original's name: these are other weights
         ),
         (
             "/hub/models--Qwen--Qwen3-0.6B/snapshots/abc",

@@ -1,7 +1,8 @@
 """Export a trained step for other programs.
 
 In:   a server's root, NAME[@N|@latest|@best], an empty or new directory
-Out:  a PEFT adapter, or a merged Hugging Face model; tokenizer and chat template with either
+Out:  a PEFT adapter, or a merged Hugging Face model; with either, tokenizer, chat template, and the
+      weights it was trained on (base_model.json, README.md)
 
 The exported template is the one that hone renders with: the base model's, with the arguments that
 the model was registered with. A new directory appears complete or not at all; one that exists is
@@ -23,7 +24,7 @@ from hone.disk import move, output
 from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
-from hone.models.wheels import WHEELS
+from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
 from hone.store.database import Store
 from hone.store.models import SCHEMA, ModelRecord, ModelStore
@@ -54,6 +55,8 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
             if merge:
                 _merge(checkpoint, files, partial)
             _write_tokenizer(files, record.spec.chat_template_kwargs, partial)
+            base = BaseWeights.of(checkpoint, files, public_name(files))
+            base.write(partial, checkpoint, merged=merge)
             if exists:
                 for file in partial.iterdir():
                     move(file, target / file.name)
@@ -152,13 +155,11 @@ def _copy_step(checkpoint: Checkpoint, files: ModelFiles, directory: Path) -> No
 def public_name(files: ModelFiles) -> str:
     """The public name of the base model: its name on the hub, otherwise a path on this machine.
 
-    A model from a wheel gets the name of the original that was quantized: PEFT does not know hone's
-    names, and a path into this machine's cache is useless elsewhere.
+    A model from a wheel keeps hone's name. Under the name of the original that was quantized, PEFT
+    would load other weights than those the adapter was trained on.
     """
-    if files.source in ("cache", "hub"):
+    if files.source in ("cache", "hub", "wheel"):
         return files.name
-    if files.source == "wheel":
-        return WHEELS[files.name].original
     for part in files.path.parts:  # a snapshot in the hub's cache
         if match := _HUB_CACHE.fullmatch(part):
             return "/".join(match.groups())
