@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+from collections import Counter
+from typing import Any
 
 import yaml
 from tests.docs.pages import ROOT, blocks
@@ -11,6 +13,7 @@ from hone.capture.base import SeenCall, Step
 from hone.workflow.llm import LLM
 
 QUICKSTART, REWARD = ROOT / "docs/quickstart.md", ROOT / "docs/guides/reward.md"
+DRINKS = ("tea", "coffee", "juice")
 
 
 def table(text: str, head: str) -> list[str]:
@@ -48,3 +51,17 @@ def test_the_quickstart_is_judged_by_enough_held_out_examples_without_the_noise_
     assert not {r["question"] for r in held_out} & {r["question"] for r in trained}
     validation = yaml.safe_load(files["config.yml"])["finetuning"]["validation"]
     assert validation.get("greedy") or validation.get("reps", 1) > 1
+
+
+def test_no_answer_of_the_quickstart_is_rewarded_for_two_drinks():
+    """Credit for any allowed word taught the model one word: it answered `no` to all questions."""
+    files = {b.marks["file"]: b.code for b in blocks(QUICKSTART) if "file" in b.marks}
+    code: dict[str, Any] = {}
+    exec(files["reward.py"], code)
+    rewards = {
+        (said, wanted): code["right_drink"](said, wanted) for said in DRINKS for wanted in DRINKS
+    }
+    assert rewards == {pair: float(pair[0] == pair[1]) for pair in rewards}
+    for name in ("train.jsonl", "heldout.jsonl"):
+        answers = [json.loads(line)["answer"] for line in files[name].splitlines()]
+        assert Counter(answers) == dict.fromkeys(DRINKS, 4)
