@@ -305,6 +305,7 @@ async def test_options_that_cannot_be(bench: Workbench, options: dict[str, Any],
     assert message in str(caught.value)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 async def test_an_evaluation_that_was_stopped_goes_on(
     endpoint: tuple[Endpoint, str], bench: Workbench, how: signal.Signals

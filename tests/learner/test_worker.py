@@ -22,6 +22,8 @@ from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup
 from hone.types import TrainConfig
 
+pytestmark = pytest.mark.e2e
+
 Started = tuple[LearnerProcess, WorkerInfo]
 
 

@@ -490,6 +490,7 @@ Decoder.load(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.e2e
 def test_processes_that_load_at_once_lay_out_once(tmp_path: Path):
     random_model(CONFIGS["qwen2"], tmp_path / "model")
     environment = os.environ | {"HONE_HOME": str(tmp_path / "home")}
