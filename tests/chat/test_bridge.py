@@ -263,6 +263,25 @@ def test_other_tools_or_another_template_make_another_prompt(qwen25, templates):
     assert (other.outcome, other.reasons) == ("re-rendered", (Reason.TEMPLATE_CHANGED,))
 
 
+def test_an_answer_that_is_left_out_after_a_tool_error_gives_a_branch(qwen25):
+    """The requests of smolagents 1.26: after an error of a tool, the call is not sent back."""
+    failed = answered(qwen25, HI, encode(qwen25, f"{CALL}<|im_end|>"), tools=TOOLS)
+    error = [{"role": "user", "content": "hi\nError:\nno such city\nNow let's retry"}]
+    after_error = bridge(qwen25, failed, error, TOOLS)
+    assert (after_error.outcome, after_error.reasons) == ("branched", (Reason.OTHER,))
+    # After a result, the call comes back as text.
+    worked = [
+        *HI,
+        {"role": "assistant", "content": "Calling tools:\n[{'name': 'weather'}]"},
+        {"role": "user", "content": "Observation:\n3"},
+    ]
+    after_result = bridge(qwen25, failed, worked, TOOLS)
+    assert (after_result.outcome, after_result.reasons) == (
+        "re-rendered",
+        (Reason.REPLY_REWRITTEN,),
+    )
+
+
 def test_branches_are_told_apart_and_the_longest_match_counts(qwen25):
     conversation = Conversation(qwen25)
     first = answered(qwen25, HI, encode(qwen25, "one<|im_end|>"))

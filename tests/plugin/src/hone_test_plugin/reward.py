@@ -16,7 +16,7 @@ class MyEvaluatorConfig(EvaluatorBaseConfig, name="my_custom_evaluator"):
 
 
 class Similarity(BaseEvaluator):
-    """Scores one item at a time; what it raises is a failure of the item, never a zero."""
+    """Scores one item at a time; what it raises is a failure of the item."""
 
     def __init__(self, config: MyEvaluatorConfig, max_concurrency: int) -> None:
         super().__init__(max_concurrency=max_concurrency)
