@@ -1,21 +1,23 @@
 """Drive ART's real clients, and scripts in ART's style, against a real server.
 
-In:   nothing; makes .venv-art once, and a tiny model
+In:   nothing; makes .venv-art and .venv-art-new once, and a tiny model
 Out:  a line for everything proved; exit 1 with what was seen instead at the first that is not
 
-`make test-art` runs it as `python -m tests.art.run` from the root of the repository. The clients
-share one environment: NAT's plugin 1.6.0 is built on openpipe-art 0.5.4, and 0.5.17 and 0.5.18 lie
-beside it without packages of their own. The scripts run in hone's environment, the one with
-LangGraph with the packages of the frameworks.
+`make test-art` runs it as `python -m tests.art.run` from the root of the repository. NAT's plugin
+1.6.0 and openpipe-art 0.5.4, on which it is built, share one environment. openpipe-art 0.5.18 has
+another one, with exactly what docs/art.md tells its users to install: packages of other clients
+would hide what is missing there. 0.5.17 lies beside it without packages of its own. The scripts run
+in hone's environment, the one with LangGraph with the packages of the frameworks.
 
 The clients are unmodified: what they send and how they read the answers is theirs. `openai<3` is
-the one thing held back, and not for hone's sake: openpipe-art 0.5.4 hands the OpenAI client a
-timeout of httpx, and from version 3 on that client is built on httpx2 and fails with a TypeError.
+held back, and not for hone's sake: openpipe-art hands the OpenAI client a timeout of httpx, and
+from version 3 on that client is built on httpx2 and fails with a TypeError.
 """
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -41,13 +43,11 @@ NAT_PORT = 8000
 
 REQUIREMENTS = (
     *("openpipe-art==0.5.4", "nvidia-nat-openpipe-art==1.6.0", "openai<3"),
-    # Of 0.5.17 and 0.5.18, which are installed without their requirements. pyarrow they need to log;
-    # with polars 2 their delete_checkpoints fails, because it takes the mean of a column of text.
-    *("nest-asyncio>=1.6", "polars>=1.26,<2", "pyarrow>=18", "setproctitle>=1.3", "tblib>=3"),
     "httpx2>=2.12",  # of hone's SDK
 )
-NEWER = ("0.5.17", "0.5.18")
+INSTALLED, BESIDE = "0.5.18", "0.5.17"
 """Versions of openpipe-art without an HTTP client; hone.art is their backend."""
+PAGE = ROOT / "docs/art.md"
 ART, NEW, NAT = "client_art.py", "client_new.py", "client_nat.py"
 SCRIPTS = HERE / "scripts"
 
@@ -65,8 +65,11 @@ def main() -> int:
             python = environment("art", REQUIREMENTS, say=lambda line: say(f"        {line}"))
             with server(Path(scratch) / "root") as ready:
                 prove_art(python, ready, base)
-                for version in NEWER:
-                    prove_newer(python, version, ready, base)
+                newer = environment(
+                    "art-new", documented_requirements(), say=lambda line: say(f"        {line}")
+                )
+                for version in (INSTALLED, BESIDE):
+                    prove_newer(newer, version, ready, base)
                 prove_nat(python, ready, base)
                 prove_ruler_script(ready, base)
             prove_local_scripts(base)
@@ -119,13 +122,26 @@ def _prove_files(directory: Path) -> None:
     show("logged trajectories keep their log-probabilities", whole, logged)
 
 
+def documented_requirements() -> list[str]:
+    """What docs/art.md tells users of newer versions to install, and the client that hone needs."""
+    command = re.search(r"`pip install (openpipe-art==[^`]+)`", PAGE.read_text(encoding="utf-8"))
+    if command is None:
+        raise NotShown(f"{PAGE.name} has no `pip install openpipe-art==...`")
+    requirements = shlex.split(command[1])
+    show(f"the page installs openpipe-art {INSTALLED}", INSTALLED in requirements[0], requirements)
+    return [*requirements, "httpx2>=2.12"]
+
+
 def prove_newer(python: Path, version: str, ready: dict[str, Any], base: Path) -> None:
     """openpipe-art 0.5.17 and 0.5.18, with hone's backend for them."""
-    package = python.parents[1] / f"openpipe-art-{version}"
-    if not package.exists():
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", package, f"openpipe-art=={version}"], check=True)
-    address, path = f"http://127.0.0.1:{ready['port']}", f"{package}:{ROOT / 'src'}"
+    address, path = f"http://127.0.0.1:{ready['port']}", str(ROOT / "src")
+    if version != INSTALLED:
+        package = python.parents[1] / f"openpipe-art-{version}"
+        path = f"{package}:{path}"
+        if not package.exists():
+            pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+            requirement = ["--no-deps", "--target", package, f"openpipe-art=={version}"]
+            subprocess.run([*pip, *requirement], check=True)
     saw = drive(python, NEW, address, str(base), scratch=base.parent, PYTHONPATH=path)
     show(f"openpipe-art {version} accepts hone's backend", saw["version"] == version, saw)
     name = f"{stored_name(f'new art {version}')}/{stored_name('my agent/v2')}"
