@@ -137,12 +137,11 @@ async def _serve(
     document = read(options.config_file, options.override)
     async with build(document) as builder:
         await builder.serve()
-        served = builder.served
         app = WorkflowApp(
             await builder.get_workflow(),
             name=document.eval.general.workflow_alias or "workflow",
             timeout_s=document.finetuning.rollout_timeout_s,
-            rollout_arguments={} if served is None else served.rollout_arguments,
+            rollout_arguments=builder.rollout_arguments,
             llms=builder.live_llms,
             host=options.host,
             api_key=options.api_key,

@@ -30,6 +30,7 @@ from pydantic import (
     model_validator,
 )
 
+from hone.place import place_of
 from hone.tally import run_rollouts
 from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tools
 
@@ -232,6 +233,7 @@ def failure_of(error: BaseException) -> Failure:
         type=type(error).__name__,
         message=_message_of(error),
         traceback="".join(traceback.format_exception(error)),
+        place=place_of(error),
     )
 
 

@@ -98,6 +98,13 @@ AdvertisedUrl = Annotated[str, AfterValidator(_address)]
 ModelAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$")]
 """An alias of a model, without a step."""
 _FIXED_STEP = re.compile(r"@(best|[0-9]{1,9})$")
+
+
+def names_fixed_step(model: str) -> bool:
+    """Whether a model name requests one step, as NAME@0 or NAME@best; such a model is frozen."""
+    return _FIXED_STEP.search(model) is not None
+
+
 SERVER_ADDRESS = "server.json"
 """File under a server's root with its address, while it runs."""
 SERVER_OUTPUT = "logs/server.out"
@@ -196,6 +203,9 @@ class Failure(Strict):
     type: str
     message: str
     traceback: str = ""
+    place: str = ""
+    """`FILE:LINE` where it was raised, in the user's code if that is part of the stack; for a program
+    without a traceback, the last line that it printed."""
 
 
 class ModelSpec(Strict):
@@ -390,4 +400,4 @@ class RecordedCall(Strict):
     @property
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
-        return _FIXED_STEP.search(self.asked) is not None
+        return names_fixed_step(self.asked)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from tests.evaluation.made import call
 
-from hone.config.policy import Trained, choose_policy, sent_name
+from hone.config.policy import Trained, choose_policy, policy_calls, sent_name
 from hone.config.schema import Document, read
 from hone.errors import ConfigError
 
@@ -122,3 +123,46 @@ def test_a_policy_of_one_fixed_step_cannot_be_trained(tmp_path: Path):
         choose_policy(doc, TRAINED)
     # `hone eval` may ask for it.
     assert sent(doc, None) == {"policy": "agent@best"}
+
+
+AT, OTHER, STEP = "localhost", "api.openai.com", 3
+
+
+@pytest.mark.parametrize(
+    ("model", "host", "step", "counts"),
+    [
+        ("agent", AT, STEP, True),
+        ("p/agent", AT, STEP, True),
+        ("agent@latest", AT, STEP, True),
+        ("org/base", AT, STEP, True),  # inside a rollout the server answers it with the policy
+        ("another-spelling-of-base", AT, STEP, True),
+        ("agent", AT, None, True),  # the agent stopped reading before the end, which has the step
+        ("agent@0", AT, 0, False),
+        ("agent@best", AT, 2, False),
+        ("critic", AT, STEP, False),  # another entry's model at the training server
+        ("llama3", AT, None, False),  # another server on this machine
+        ("gpt-4o", OTHER, None, False),
+        ("agent", OTHER, STEP, False),
+    ],
+)
+def test_which_calls_the_policy_answers(
+    tmp_path: Path, model: str, host: str, step: int | None, counts: bool
+):
+    doc = document(
+        tmp_path,
+        policy="_type: trainable",
+        judge=f"_type: openai, model_name: org/base, {HERE}",
+        critic=f"_type: openai, model_name: critic, {HERE}",
+    )
+    calls = policy_calls(doc, TRAINED, "policy")
+    assert calls.has(call(model=model, host=host, policy_step=step)) == counts
+
+
+def test_with_foreign_endpoints_any_host_may_be_the_policy_s(tmp_path: Path):
+    doc = document(tmp_path, judge=f"_type: openai, model_name: judge, {ELSEWHERE}")
+    doc = doc.model_copy(
+        update={"finetuning": doc.finetuning.model_copy(update={"allow_foreign_endpoint": True})}
+    )
+    calls = policy_calls(doc, TRAINED, None)
+    assert calls.has(call(model="gpt-4o", host=OTHER, policy_step=None))
+    assert not calls.has(call(model="judge", host=OTHER, policy_step=None))

@@ -108,6 +108,7 @@ def test_a_failure_is_told_and_leaves_no_output(tmp_path: Path):
         "type": "T",
         "message": "m",
         "traceback": "t",
+        "place": "",
     }
     # Read as a dataset, answered at last: the old failure is gone.
     again = answered(full_dataset_entry={"question": "q", "failure": entry["failure"]})

@@ -25,6 +25,7 @@ from hone.config.policy import (
     address_of,
     choose_policy,
     needs_training_server,
+    policy_calls,
     sent_name,
 )
 from hone.config.problems import dotted
@@ -195,6 +196,20 @@ class Builder:
     async def get_evaluator(self, name: str) -> Any:
         """One entry of `eval.evaluators`, as an `evaluation.base.Evaluator`."""
         return await self._named("evaluator", name, self.document.eval.evaluators)
+
+    @property
+    def rollout_arguments(self) -> dict[str, Any]:
+        """Arguments of a rollout (workflow/run.py): its server, and whose failures are the policy's.
+
+        Only in a training run is it known which calls the policy answers: elsewhere all count.
+        """
+        served = self.served
+        if served is None:
+            return {}
+        policy = None
+        if self.is_training and served.trained is not None:
+            policy = policy_calls(self.document, served.trained, self.policy)
+        return {**served.rollout_arguments, "policy": policy}
 
     def get_max_concurrency(self) -> int:
         """The number of rollouts that run at a time."""

@@ -15,10 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hone.capture.base import host_of
+from hone.capture.base import SeenCall, host_of
 from hone.config.base import LLMBaseConfig
 from hone.config.schema import Document
 from hone.errors import ConfigError
+from hone.types import names_fixed_step
 
 TRAINABLE = "trainable"
 OPENAI_URL = "https://api.openai.com/v1"
@@ -44,6 +45,45 @@ class Trained:
         """All names of the policy, if this is one of them; otherwise None."""
         every = self.names | self.aliases | {self.base_model}
         return every | {f"{name}@latest" for name in every} if name in every else None
+
+
+@dataclass(frozen=True)
+class PolicyCalls:
+    """Which calls of a rollout the policy answers: those to its server, with two exceptions.
+
+    Names of a fixed step, and of other entries of `llms`, belong to frozen models and judges.
+    """
+
+    hosts: frozenset[str] | None
+    """Hosts of the server; None: any host."""
+    names: frozenset[str] = frozenset()
+    """Names of the policy."""
+    others: frozenset[str] = frozenset()
+    """Model names that other entries of `llms` send."""
+
+    def has(self, call: SeenCall) -> bool:
+        """Whether the call goes to the policy."""
+        if call.model in self.others or names_fixed_step(call.model):
+            return False
+        if self.hosts is None:
+            return True
+        # Another server may run on the same host; the end of an answer that the agent stopped
+        # reading, which has the step, is missing.
+        is_ours = call.policy_step is not None or call.model in self.names
+        return call.host in self.hosts and is_ours
+
+
+def policy_calls(document: Document, trained: Trained, policy: str | None) -> PolicyCalls:
+    """Which calls go to the policy; `policy` is its key under `llms`."""
+    own = trained.names_like(trained.name) or frozenset()
+    names = {
+        sent_name(config, trained, is_policy=False)
+        for key, config in document.llms.items()
+        if key != policy
+    }
+    others = frozenset(name for name in names if name is not None) - own
+    hosts = frozenset(host for host, _ in trained.addresses)
+    return PolicyCalls(None if document.finetuning.allow_foreign_endpoint else hosts, own, others)
 
 
 def address_of(base_url: str) -> Address:

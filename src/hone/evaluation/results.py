@@ -14,12 +14,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from hone.capture.base import SeenCall, Step
+from hone.config.policy import PolicyCalls
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.steps import calls_of, events_of, ours, steps_of
 from hone.types import Failure
+from hone.workflow.failure import RolloutFailure, answered_by_policy
 from hone.workflow.jsonable import as_text
 from hone.workflow.paths import values_at
-from hone.workflow.run import RolloutFailure, RolloutResult
+from hone.workflow.run import RolloutResult
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
     return replace(result, output=output)
 
 
-def with_remote_steps(result: RolloutResult) -> RolloutResult:
+def with_remote_steps(result: RolloutResult, policy: PolicyCalls | None = None) -> RolloutResult:
     """The result with the calls and steps that a remote service recorded and sent as events.
 
     hone's own records take precedence; a service of the toolkit sends none.
@@ -105,6 +107,7 @@ def with_remote_steps(result: RolloutResult) -> RolloutResult:
     return replace(
         result,
         calls=result.calls or tuple(seen),
+        answered=result.answered or answered_by_policy(seen, policy),
         steps=result.steps or steps,
         events=tuple(events_of(entries)),
     )

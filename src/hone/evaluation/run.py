@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.build import Builder, build
+from hone.config.policy import PolicyCalls
 from hone.config.schema import read
 from hone.errors import ConfigError, RolloutError
 from hone.evaluation.base import (
@@ -75,6 +76,7 @@ class Evaluation:
         recorded_calls: RecordedCalls | None = None,
         held_s: HeldTime | None = None,
         aliases: Mapping[str, str] | None = None,
+        policy: PolicyCalls | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         """Runs nothing yet.
@@ -91,6 +93,7 @@ class Evaluation:
             held_s: asks its server for how long it held the calls of a rollout; that time extends
                 the rollout's timeout.
             aliases: names and the models that they mean in a rollout.
+            policy: which calls the trained policy answers; None: all.
             prepare: called with each item between the workflow and the evaluators.
         """
         self.workflow = workflow
@@ -101,6 +104,7 @@ class Evaluation:
         self.timeout_s = timeout_s
         self.host = host
         self._recorded_calls, self._held_s, self._aliases = recorded_calls, held_s, aliases
+        self.policy = policy
         self._prepare = prepare
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -137,8 +141,9 @@ class Evaluation:
                 aliases=self._aliases,
                 recorded_calls=self._recorded_calls,
                 held_s=self._held_s,
+                policy=self.policy,
             )
-        result = extracted(with_remote_steps(result), self.result_json_path)
+        result = extracted(with_remote_steps(result, self.policy), self.result_json_path)
         answered = item.copy_with_updates(
             output_obj=result.output,
             trajectory=list(result.calls),
@@ -293,7 +298,7 @@ async def evaluation(
         result_json_path=result_json_path,
         timeout_s=timeout_s,
         prepare=None if prepare is None else _prepare(prepare, builder.document.file),
-        **({} if builder.served is None else builder.served.rollout_arguments),
+        **builder.rollout_arguments,
     )
 
 

@@ -46,6 +46,7 @@ def record_of(
         reward=None if failure is not None or score is None else score.value,
         scores={name: one.value for name, one in result.scores.items()},
         failure=failure,
+        answered=ran.answered,
         output=plain(item.output_obj),
         input=plain(item.input_obj),
         shaped=[

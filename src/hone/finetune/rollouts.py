@@ -32,6 +32,7 @@ from hone.finetune.calls import EVALUATION
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import record_of
 from hone.rollout_record import RolloutRecord, Split
+from hone.workflow.failure import answered_by_policy
 from hone.workflow.jsonable import dumps
 from hone.workflow.run import RolloutResult
 
@@ -162,6 +163,7 @@ class Rollouts:
             steps=tuple(item.steps),
             failure=None,
             seconds=item.seconds or 0.0,
+            answered=answered_by_policy(item.trajectory, self._evaluation.policy),
         )
         return ItemResult(scored.item, ran, scored.scores)
 

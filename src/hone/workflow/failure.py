@@ -12,14 +12,16 @@ unless it clearly could not read an answer; the message says how many answers ha
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import ValidationError
 
 from hone.capture.base import SeenCall
+from hone.config.policy import PolicyCalls
 from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
+from hone.place import place_in, place_waited_at
 from hone.trajectory import failure_of
 from hone.types import Failure
 
@@ -47,6 +49,11 @@ class RolloutFailure:
     failure: Failure
 
 
+def answered_by_policy(calls: Iterable[SeenCall], policy: PolicyCalls | None) -> bool:
+    """Whether the policy answered one of the calls; without a known policy, whether any model did."""
+    return any(call.choices and (policy is None or policy.has(call)) for call in calls)
+
+
 def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     """The failure of an agent that raised this error after these calls."""
     kinds = [_kind(leaf, calls) for leaf in _leaves(error)]
@@ -55,7 +62,8 @@ def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     failure = failure_of(error)
     if isinstance(error, AgentFailed | PolicyFailure) and error.details:
         # The agent is a program or a service: its own output is more useful than our stack.
-        failure = failure.model_copy(update={"traceback": error.details})
+        place = place_in(error.details)
+        failure = failure.model_copy(update={"traceback": error.details, "place": place})
     more = ""
     if reason == "connection":
         more = _unreached(error)
@@ -101,7 +109,9 @@ def timed_out(
         f"the rollout did not end within {after_s:g} s{extension}; it had sent {len(calls)} calls, "
         f"of which {answered} were answered"
     )
-    failure = Failure(type="TimeoutError", message=message, traceback=place)
+    failure = Failure(
+        type="TimeoutError", message=message, traceback=place, place=place_waited_at(place)
+    )
     return RolloutFailure(kind, "timeout", failure)
 
 

@@ -21,11 +21,12 @@ from hone.capture.base import Recorder, SeenCall, Step
 from hone.capture.recorded import unseen_calls, with_prompts
 from hone.capture.scope import Rollout, recorded
 from hone.config.build import build
+from hone.config.policy import PolicyCalls
 from hone.config.schema import read
 from hone.errors import ConfigError, HoneError
 from hone.types import RecordedCall
 from hone.workflow.deadline import Deadline
-from hone.workflow.failure import RolloutFailure, raised, timed_out
+from hone.workflow.failure import RolloutFailure, answered_by_policy, raised, timed_out
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
 
@@ -54,6 +55,8 @@ class RolloutResult:
     seconds: float
     events: tuple[dict[str, Any], ...] = ()
     """Intermediate steps of a workflow of NeMo Agent Toolkit, in that toolkit's form."""
+    answered: bool = False
+    """Whether the trained policy answered a call; without a training run, whether any model did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ async def run_rollout(
     aliases: Mapping[str, str] | None = None,
     recorded_calls: RecordedCalls | None = None,
     held_s: HeldTime | None = None,
+    policy: PolicyCalls | None = None,
 ) -> RolloutResult:
     """Run the workflow on the input; an exception of the agent is returned, not raised.
 
@@ -97,6 +101,7 @@ async def run_rollout(
             request named an earlier response instead of sending its whole prompt.
         held_s: asks the server for how long it held the rollout's calls; called when the timeout has
             passed. None extends no timeout.
+        policy: which calls the trained policy answers; None: all.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step, aliases=aliases)
     recorder.held = None if held_s is None else partial(held_s, rollout.id)
@@ -122,6 +127,7 @@ async def run_rollout(
         failure=failure,
         seconds=time.perf_counter() - began,
         events=tuple(recorder.events),
+        answered=answered_by_policy(calls, policy),
     )
 
 
@@ -148,14 +154,14 @@ async def _run_inputs(options: RunOptions, inputs: list[str]) -> list[RolloutRes
     async with build(document) as builder:
         await builder.serve()
         workflow = await builder.get_workflow()
-        served = builder.served
-        server = {} if served is None else served.rollout_arguments
         budget = asyncio.Semaphore(builder.get_max_concurrency())
 
         async def one(input: str) -> RolloutResult:
             async with budget:
                 timeout_s = document.finetuning.rollout_timeout_s
-                return await run_rollout(workflow, input, timeout_s=timeout_s, **server)
+                return await run_rollout(
+                    workflow, input, timeout_s=timeout_s, **builder.rollout_arguments
+                )
 
         return list(await asyncio.gather(*(one(input) for input in inputs)))
 
