@@ -16,8 +16,9 @@
     |   `-- Forbidden                     a host name, web page or proxy that is not allowed
     |-- RolloutError (RuntimeError)       the agent or its environment must act
     |   |-- PolicyFailure                 the rollout failed because of the model
-    |   |-- AgentFailed                   the agent's program or service failed
-    |   |   `-- AgentTimeout              it did not end in time
+    |   |-- AgentFailed                   raised by agents: a failure that is not the model's
+    |   |   `-- AgentCrashed              raised by hone: the agent's program or service failed
+    |   |       `-- AgentTimeout          it did not end in time
     |   |-- RequestTooLarge               a request that does not fit into the engine
     |   `-- TemplateError                 messages that the chat template cannot render
     |-- TrainingError (RuntimeError)      the job must be changed
@@ -161,7 +162,10 @@ class PolicyFailure(RolloutError):
 
 
 class AgentFailed(RolloutError):
-    """The agent's program or service failed, which need not be the model's fault."""
+    """The rollout failed for a reason that is not the model's, such as a tool that is down.
+
+    Agents raise it; the rollout is retried and never scored, whatever the model answered before.
+    """
 
     def __init__(self, message: str, *, reason: str = "agent_error", details: str = "") -> None:
         """`reason` is one word, to count failures by; `details` is the agent's own output."""
@@ -170,7 +174,26 @@ class AgentFailed(RolloutError):
         self.details = details
 
 
-class AgentTimeout(AgentFailed):
+class AgentCrashed(AgentFailed):
+    """The agent's program or service failed. hone raises it; agents raise AgentFailed.
+
+    After an answer of the model it is a failure of the policy, unless `is_outside`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "agent_error",
+        details: str = "",
+        is_outside: bool = False,
+    ) -> None:
+        """`is_outside`: the cause is neither the agent nor the model, such as a lost connection."""
+        super().__init__(message, reason=reason, details=details)
+        self.is_outside = is_outside
+
+
+class AgentTimeout(AgentCrashed):
     """The agent did not end in time: a failure of the policy if the model had answered it."""
 
     def __init__(self, message: str, *, details: str = "") -> None:

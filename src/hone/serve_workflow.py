@@ -242,7 +242,7 @@ class WorkflowApp:
     async def _generate(self, request: Request) -> Response:
         result = await self._run(request, _input(await self._body(request)))
         if result.failure is not None:
-            return _json({"error": _failure(result)}, status=500)
+            return _failed(result)
         return _json({"value": result.output})
 
     async def _generate_full(self, request: Request) -> Response:
@@ -259,7 +259,7 @@ class WorkflowApp:
         body = await self._body(request)
         result = await self._run(request, _last_message(body))
         if result.failure is not None:
-            return _json({"error": _failure(result)}, status=500)
+            return _failed(result)
         output = result.output if isinstance(result.output, str) else dumps(result.output)
         completion = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -373,6 +373,13 @@ def _line(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _failed(result: RolloutResult) -> Response:
+    """The response of a rollout that failed: 503 if a retry may succeed, as `_type: http` reads it."""
+    assert result.failure is not None, "the rollout failed"
+    status = 503 if result.failure.cause == "outside" else 500
+    return _json({"error": _failure(result)}, status=status)
+
+
 def _failure(result: RolloutResult) -> dict[str, Any]:
     assert result.failure is not None, "the rollout failed"
     failure = result.failure.failure
@@ -381,6 +388,7 @@ def _failure(result: RolloutResult) -> dict[str, Any]:
         "message": failure.message,
         "details": failure.type,
         "kind": result.failure.kind,
+        "cause": result.failure.cause,
         "reason": result.failure.reason,
         "traceback": failure.traceback,
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Complex, Real
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from hone.errors import AgentFailed, ConfigError
+from hone.errors import AgentCrashed, ConfigError
 from hone.progress import Progress
 
 R = TypeVar("R")
@@ -173,14 +173,14 @@ async def run_all(items: Sequence[T], run: Callable[[T], Coroutine[Any, Any, R]]
 
 
 async def uncancelled(rollout: Awaitable[R]) -> R:
-    """Its result. AgentFailed if it raises CancelledError although nobody cancels this task."""
+    """Its result. AgentCrashed if it raises CancelledError although nobody cancels this task."""
     try:
         return await rollout
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise AgentFailed(
+        raise AgentCrashed(
             "the rollout was cancelled by its own code: it awaited a task that had been cancelled, or "
             "raised CancelledError. Catch that in the rollout if it is no failure."
         ) from error

@@ -234,7 +234,7 @@ async def test_a_rollout_that_is_cancelled_by_its_own_code_is_a_failure_like_any
         pbar_desc=None,
     )
     assert rewards([group, other]) == [[1], [2]]
-    assert [failure.type for failure in group.exceptions] == ["AgentFailed"] * 2
+    assert [failure.type for failure in group.exceptions] == ["AgentCrashed"] * 2
     with pytest.raises(AgentFailed, match="cancelled by its own code"):
         await gather_trajectories([cancels()], pbar_desc=None)
 

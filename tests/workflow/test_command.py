@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.workflow.rollouts import why
+from tests.workflow.rollouts import one_answer, one_frozen_answer, why
 
 from hone.config.build import Builder, Served, build
-from hone.config.policy import Trained, address_of
+from hone.config.policy import PolicyCalls, Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.wire.access import derive_inference_key
@@ -244,6 +244,70 @@ async def test_exit_status_and_stderr_are_the_failure(tmp_path: Path):
     assert killed.failure.failure.message == (
         "sh was killed by SIGKILL, and printed nothing to stderr"
     )
+
+
+TRACEBACK = r'Traceback (most recent call last):\n  File "agent.py", line 7\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "expected"),
+    [
+        ("exit 3", {}, ("policy", "exit_status")),
+        ("exit 3", {"infrastructure_exit_codes": [3]}, ("infrastructure", "exit_status")),
+        ("exit 4", {"infrastructure_exit_codes": [3]}, ("policy", "exit_status")),
+        (f"printf '{TRACEBACK}KeyError: 1' >&2; exit 1", {}, ("policy", "exit_status")),
+        (
+            f"printf '{TRACEBACK}openai.RateLimitError: Error code: 429' >&2; exit 1",
+            {},
+            ("infrastructure", "server_error"),
+        ),
+        ("kill -9 $$", {}, ("infrastructure", "killed")),
+        ("kill -TERM $$", {}, ("infrastructure", "killed")),
+        ("kill -SEGV $$", {}, ("policy", "killed")),
+        ("sh -c 'kill -9 $$'; exit $?", {}, ("infrastructure", "killed")),
+        ("exit 137", {"policy_failure_exit_codes": [137]}, ("policy", "exit_status")),
+        ("sleep 60", {"timeout_s": 0.2}, ("policy", "timeout")),
+        ("yes", {"max_output_bytes": 1000}, ("policy", "output_too_large")),
+        ("true", {"output_file": "out.txt"}, ("policy", "no_output")),
+    ],
+)
+async def test_after_an_answer_a_program_s_failure_is_the_policy_s_unless_it_was_killed(
+    tmp_path: Path, script: str, more: dict[str, Any], expected: tuple[str, str]
+):
+    workflow = {"command": ["sh", "-c", script], **more}
+    policy = PolicyCalls(frozenset({"localhost"}), frozenset({"mine"}))
+    known = {"host": "localhost", "policy": policy}
+    after = await result_of(tmp_path, workflow, recorded_calls=one_answer, **known)
+    assert why(after) == expected and after.answered
+    # An answer of the base weights is not one of the policy.
+    before = await result_of(tmp_path, workflow, recorded_calls=one_frozen_answer, **known)
+    is_said = "policy_failure_exit_codes" in more
+    assert why(before)[0] == ("policy" if is_said else "infrastructure") and not before.answered
+
+
+async def test_a_program_that_cannot_start_lies_outside(tmp_path: Path):
+    async with building(tmp_path, {"command": ["{config_dir}/agent.sh"]}) as builder:
+        (tmp_path / "agent.sh").write_text("#!/no/such/shell\n")
+        (tmp_path / "agent.sh").chmod(0o755)
+        workflow: Function = await builder.get_workflow()
+        result = await run_rollout(workflow, "x", id="run:1", recorded_calls=one_answer)
+    assert why(result) == ("infrastructure", "not_started")
+
+
+async def test_the_place_of_a_program_s_failure_is_read_from_its_stderr(tmp_path: Path):
+    script = f"printf '{TRACEBACK}KeyError: 1' >&2; exit 1"
+    result = await result_of(tmp_path, {"command": ["sh", "-c", script]})
+    assert result.failure is not None and result.failure.failure.place == "agent.py:7"
+
+
+def test_a_code_cannot_be_the_policy_s_and_not(tmp_path: Path):
+    codes = {"policy_failure_exit_codes": [3, 4], "infrastructure_exit_codes": [4, 5]}
+    file = tmp_path / "config.yml"
+    file.write_text(yaml.safe_dump({"workflow": {"_type": "command", "command": ["x"], **codes}}))
+    with pytest.raises(
+        ConfigError, match="exit code 4 is in policy_failure_exit_codes and in infra"
+    ):
+        read(file)
 
 
 async def test_a_program_that_does_not_end_in_time_is_killed(tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from fastapi import FastAPI, Request, Response
-from tests.workflow.rollouts import why
+from tests.workflow.rollouts import one_answer, why
 
 from hone.config.build import Served, build
 from hone.config.policy import Trained, address_of
@@ -136,25 +136,48 @@ async def test_the_output_may_be_a_part_of_the_response(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("status", "expected"),
+    ("status", "before", "after"),
     [
-        (500, ("infrastructure", "server_error")),
-        (429, ("infrastructure", "server_error")),
-        (404, ("infrastructure", "agent_error")),
-        (302, ("infrastructure", "agent_error")),
-        (422, ("policy", "http_status")),
+        (500, ("infrastructure", "agent_error"), ("policy", "agent_error")),
+        (501, *[("infrastructure", "server_error")] * 2),
+        (502, *[("infrastructure", "server_error")] * 2),
+        (503, *[("infrastructure", "server_error")] * 2),
+        (504, *[("infrastructure", "server_error")] * 2),
+        (429, *[("infrastructure", "server_error")] * 2),
+        (404, ("infrastructure", "agent_error"), ("policy", "agent_error")),
+        (302, ("infrastructure", "agent_error"), ("policy", "agent_error")),
+        (422, *[("policy", "http_status")] * 2),
     ],
 )
-async def test_a_status_is_failure_data(tmp_path: Path, status: int, expected: tuple[str, str]):
+async def test_a_status_is_failure_data(
+    tmp_path: Path, status: int, before: tuple[str, str], after: tuple[str, str]
+):
     async with serving(Service(b"no tool\nof that name", status)) as url:
         secret = url.replace("//", "//me:p@ss@") + "/a?key=hidden"
         workflow = {"url": secret, "policy_failure_statuses": [422]}
         result = await result_of(tmp_path, workflow)
-    assert why(result) == expected
+        answered = await result_of(tmp_path, workflow, host="localhost", recorded_calls=one_answer)
+    assert (why(result), why(answered)) == (before, after)
     assert result.failure is not None
     failure = result.failure.failure
     assert failure.message == f"POST {url}/a answered with status {status}: no tool"
     assert failure.traceback == "no tool\nof that name"
+
+
+async def test_after_an_answer_only_a_lost_connection_lies_outside(tmp_path: Path):
+    known = {"host": "localhost", "recorded_calls": one_answer}
+    service = Service(b"no json")
+    async with serving(service) as url:
+        workflow = {"url": url, "output_path": "$.answer"}
+        assert why(await result_of(tmp_path, workflow, **known)) == ("policy", "no_output")
+        large = {"url": url, "max_output_bytes": 3}
+        assert why(await result_of(tmp_path, large, **known)) == ("policy", "output_too_large")
+        service.gate = asyncio.Event()
+        slow = {"url": url, "timeout_s": 0.1}
+        assert why(await result_of(tmp_path, slow, **known)) == ("policy", "timeout")
+        service.gate.set()
+    gone = await result_of(tmp_path, {"url": "http://127.0.0.1:9/"}, **known)
+    assert why(gone) == ("infrastructure", "connection")
 
 
 async def test_a_service_that_is_slow_silent_or_gone(tmp_path: Path):

@@ -203,13 +203,13 @@ class Builder:
 
         Only in a training run is it known which calls the policy answers: elsewhere all count.
         """
-        served = self.served
+        served, listed = self.served, self.document.finetuning.infrastructure_exceptions
+        arguments: dict[str, Any] = {"infrastructure_exceptions": listed}
         if served is None:
-            return {}
-        policy = None
+            return arguments
         if self.is_training and served.trained is not None:
-            policy = policy_calls(self.document, served.trained, self.policy)
-        return {**served.rollout_arguments, "policy": policy}
+            arguments["policy"] = policy_calls(self.document, served.trained, self.policy)
+        return {**arguments, **served.rollout_arguments}
 
     def get_max_concurrency(self) -> int:
         """The number of rollouts that run at a time."""

@@ -117,6 +117,20 @@ class EarlyStoppingConfig(Strict):
     """Smallest change that counts as an improvement."""
 
 
+def _exception_name(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is not the name of a class; write Name or package.module.Name")
+    if name.removeprefix("builtins.") in ("Exception", "BaseException"):
+        raise ValueError(
+            f"{name} is every exception, so no failure would be the model's; name the classes that "
+            "are not its fault"
+        )
+    return name
+
+
+ExceptionName = Annotated[str, AfterValidator(_exception_name)]
+
+
 class PolicyFailureReward(Strict):
     """The reward of a rollout that failed because of the model."""
 
@@ -193,6 +207,12 @@ class FinetuneConfig(Strict):
     """Smaller groups are dropped and counted."""
     on_policy_failure: Literal["drop"] | PolicyFailureReward = "drop"
     """What to do with rollouts that failed because of the model: drop, or give a reward."""
+    infrastructure_exceptions: list[ExceptionName] = Field(default_factory=list)
+    """Classes of exceptions that are never the model's failure, also after it has answered:
+    `SearchDown`, or `my_tools.errors.SearchDown`. They match the class and the classes that it
+    inherits from, anywhere in the chain of causes; such a rollout is retried and never scored. Every
+    command that runs the workflow uses them. Names are not checked: a class may be imported later.
+    Errors of the network, of servers (429, 5xx) and of the machine need not be listed."""
     max_infrastructure_failures: float = Field(default=0.2, ge=0, le=1)
     """An epoch fails if a larger share of its rollouts failed for reasons other than the model."""
     rollout_timeout_s: float = Field(default=600.0, gt=0)

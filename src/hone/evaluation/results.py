@@ -81,13 +81,7 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
             values, problem = [], f"the workflow returned text that is not JSON ({error})"
         if problem is not None:
             message = f"result_json_path {path}: {problem}: {as_text(output)[:200]!r}"
-            failure = RolloutFailure(
-                # If a model was called, the text is assumed to be the model's.
-                "policy" if result.calls else "infrastructure",
-                "unparseable",
-                Failure(type="NoOutput", message=message),
-            )
-            return replace(result, output=None, failure=failure)
+            return _without_output(result, "unparseable", message)
         output = values[0]
     return replace(result, output=output)
 
@@ -104,10 +98,13 @@ def with_remote_steps(result: RolloutResult, policy: PolicyCalls | None = None) 
     steps = tuple(steps_of(entries))
     if result.calls:
         steps = tuple(_renumbered(steps, seen, result.calls))
+    answered = result.answered or answered_by_policy(seen, policy)
+    failure = result.failure
     return replace(
         result,
+        failure=failure.after_answer() if failure is not None and answered else failure,
+        answered=answered,
         calls=result.calls or tuple(seen),
-        answered=result.answered or answered_by_policy(seen, policy),
         steps=result.steps or steps,
         events=tuple(events_of(entries)),
     )
@@ -130,13 +127,18 @@ def _renumbered(
 
 def _unusable(result: RolloutResult, error: Exception) -> RolloutResult:
     kind = type(result.output).__name__
-    failure = Failure(
-        type="NoOutput",
-        message=f"the workflow returned a {kind} that cannot be made JSON: "
-        f"{type(error).__name__}: {as_text(error)}; return text, numbers, lists or dicts",
+    message = (
+        f"the workflow returned a {kind} that cannot be made JSON: "
+        f"{type(error).__name__}: {as_text(error)}; return text, numbers, lists or dicts"
     )
-    cause = RolloutFailure("infrastructure", "agent_error", failure)
-    return replace(result, output=None, failure=cause)
+    return _without_output(result, "agent_error", message)
+
+
+def _without_output(result: RolloutResult, reason: str, message: str) -> RolloutResult:
+    """The result of a workflow whose return value cannot be used, as if it had raised an error."""
+    failure = Failure(type="NoOutput", message=message)
+    why = RolloutFailure.of("agent", reason, failure, result.calls, result.answered)
+    return replace(result, output=None, failure=why)
 
 
 def _plain(value: Any) -> Any:

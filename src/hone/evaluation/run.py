@@ -77,6 +77,7 @@ class Evaluation:
         held_s: HeldTime | None = None,
         aliases: Mapping[str, str] | None = None,
         policy: PolicyCalls | None = None,
+        infrastructure_exceptions: Sequence[str] = (),
         prepare: Prepare | None = None,
     ) -> None:
         """Runs nothing yet.
@@ -94,6 +95,7 @@ class Evaluation:
                 the rollout's timeout.
             aliases: names and the models that they mean in a rollout.
             policy: which calls the trained policy answers; None: all.
+            infrastructure_exceptions: classes of exceptions that are never the policy's failure.
             prepare: called with each item between the workflow and the evaluators.
         """
         self.workflow = workflow
@@ -105,6 +107,7 @@ class Evaluation:
         self.host = host
         self._recorded_calls, self._held_s, self._aliases = recorded_calls, held_s, aliases
         self.policy = policy
+        self.infrastructure_exceptions = tuple(infrastructure_exceptions)
         self._prepare = prepare
         self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -142,6 +145,7 @@ class Evaluation:
                 recorded_calls=self._recorded_calls,
                 held_s=self._held_s,
                 policy=self.policy,
+                infrastructure_exceptions=self.infrastructure_exceptions,
             )
         result = extracted(with_remote_steps(result, self.policy), self.result_json_path)
         answered = item.copy_with_updates(

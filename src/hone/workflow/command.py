@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
-from hone.errors import AgentFailed, ConfigError, PolicyFailure
+from hone.errors import AgentCrashed, ConfigError, PolicyFailure
 from hone.workflow.address import (
     ADDRESS_NAMES,
     Address,
@@ -37,10 +37,19 @@ from hone.workflow.address import (
 from hone.workflow.function import FunctionInfo, in_thread
 from hone.workflow.guard import guard, remove_tree
 from hone.workflow.llm import LLM
+from hone.workflow.outside import outside_in
 from hone.workflow.process import Ended, run_program
 
 _log = logging.getLogger(__name__)
 
+_FAULTS = frozenset(
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS")
+    if hasattr(signal, name)
+)
+"""Signals that a program raises by its own code: it crashed, as with an exception. All others are
+sent from outside, such as SIGKILL by the OOM killer. SIGBUS may be a full disk behind a mapped
+file."""
 _NAMES = ("input", "input_file", "output_file", "workdir", "config_dir", *ADDRESS_NAMES)
 
 
@@ -99,8 +108,15 @@ class CommandConfig(FunctionBaseConfig, name="command"):
     policy_failure_exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
         default_factory=list
     )
-    """Exit codes with which the program reports that the model failed: `finetuning.on_policy_failure`
-    applies. Any other code except 0 is a failure of the program."""
+    """Exit codes with which the program reports that the model failed, also before its first answer:
+    `finetuning.on_policy_failure` applies."""
+    infrastructure_exit_codes: list[Annotated[int, Field(ge=1, le=255)]] = Field(
+        default_factory=list
+    )
+    """Exit codes with which the program reports a failure that is not the model's, such as a
+    database that is down: the rollout is retried and never scored. After an answer of the model, any
+    other code except 0 is the model's failure, unless stderr ends with an error of the network, of a
+    server or of the machine."""
     description: str | None = None
     """Shown to an agent that chooses among functions."""
 
@@ -110,6 +126,12 @@ class CommandConfig(FunctionBaseConfig, name="command"):
             check_placeholders(f"command[{place}]", argument, _NAMES)
         for name, value in self.env.items():
             check_placeholders(f"env.{name}", value or "", ADDRESS_NAMES)
+        both = set(self.policy_failure_exit_codes) & set(self.infrastructure_exit_codes)
+        if both:
+            raise ValueError(
+                f"exit code {min(both)} is in policy_failure_exit_codes and in "
+                "infrastructure_exit_codes; remove it from one of them"
+            )
         used = set().union(*map(placeholders_in, self.command))
         for name in ("input_file", "output_file"):
             if name in used and getattr(self, name) is None:
@@ -159,7 +181,7 @@ class _Program:
             output = await self._run(directory, input, token)
             ended = True
             return output
-        except (AgentFailed, PolicyFailure) as error:
+        except (AgentCrashed, PolicyFailure) as error:
             if self._keeps(failed=True):
                 error.args = (f"{error}; its working directory is {directory}",)
             raise
@@ -203,14 +225,18 @@ class _Program:
         last = (
             f": {stderr.splitlines()[-1][-500:]}" if stderr else ", and printed nothing to stderr"
         )
-        name = self._config.command[0]
-        if ended.status < 0:
-            message = f"{name} was killed by {_signal(-ended.status)}{last}"
-            raise AgentFailed(message, reason="killed", details=stderr)
+        config, name = self._config, self._config.command[0]
         message = f"{name} exited with status {ended.status}{last}"
-        if ended.status in self._config.policy_failure_exit_codes:
+        if ended.status in config.policy_failure_exit_codes:
             raise PolicyFailure(message, reason="exit_status", details=stderr)
-        raise AgentFailed(message, reason="exit_status", details=stderr)
+        if ended.status in config.infrastructure_exit_codes:
+            raise AgentCrashed(message, reason="exit_status", details=stderr, is_outside=True)
+        number, outside = killed_by(ended.status), outside_in(stderr)
+        reason, is_outside = outside or "exit_status", outside is not None
+        if number is not None:
+            message = f"{name} was killed by {_signal(number)}{last}"
+            reason, is_outside = "killed", is_outside or number not in _FAULTS
+        raise AgentCrashed(message, reason=reason, details=stderr, is_outside=is_outside)
 
     def _output(self, directory: Path, ended: Ended) -> str:
         config, name = self._config, self._config.command[0]
@@ -222,14 +248,14 @@ class _Program:
             with file.open("rb") as opened:
                 output = opened.read(config.max_output_bytes + 1)
         except OSError as error:
-            raise AgentFailed(
+            raise AgentCrashed(
                 f"{name} exited with status 0, and its output_file {config.output_file!r} cannot be "
                 f"read: {error.strerror}",
                 reason="no_output",
                 details=stderr,
             ) from error
         if len(output) > config.max_output_bytes:
-            raise AgentFailed(
+            raise AgentCrashed(
                 f"output_file {config.output_file!r} of {name} is larger than "
                 f"max_output_bytes={config.max_output_bytes}",
                 reason="output_too_large",
@@ -286,6 +312,17 @@ def _clean(directory: Path, token: str, lock: threading.Lock) -> None:
 def _text(output: bytes) -> str:
     """Bytes as text; bytes that are not UTF-8 are replaced."""
     return output.decode(errors="replace").rstrip("\r\n")
+
+
+def killed_by(status: int) -> int | None:
+    """The signal that ended a program; None if it exited by itself.
+
+    A shell that waits for a killed program exits with 128 + N. Only the two signals of the
+    OOM killer and of operators are read so: other programs exit with such codes on their own.
+    """
+    if status < 0:
+        return -status
+    return status - 128 if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) else None
 
 
 def _signal(number: int) -> str:

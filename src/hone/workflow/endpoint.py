@@ -17,10 +17,11 @@ import httpx2
 
 from hone.capture.base import current
 from hone.capture.scope import not_captured
-from hone.errors import AgentFailed, ConfigError, PolicyFailure
+from hone.errors import AgentCrashed, ConfigError, PolicyFailure
 from hone.redact import redact_urls
 from hone.workflow.function import Function
 from hone.workflow.jsonable import dumps
+from hone.workflow.outside import outside_in
 from hone.workflow.service import DETAILS, answered_within, refusal, service_client
 
 KEY_VARIABLE = "HONE_ENDPOINT_API_KEY"
@@ -94,7 +95,7 @@ class _Service:
             elif line.startswith("{"):
                 self._fail(self._object(line))
         if not values:
-            raise AgentFailed(f"{self._name} answered without an output", reason="no_output")
+            raise AgentCrashed(f"{self._name} answered without an output", reason="no_output")
         if len(values) > 1 and all(isinstance(value, str) for value in values):
             return "".join(values)
         return values[-1]
@@ -105,7 +106,7 @@ class _Service:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise AgentFailed(
+            raise AgentCrashed(
                 f"{self._name} answered with a line that is not a JSON object: {text[:200]!r}",
                 reason="no_output",
             )
@@ -114,9 +115,14 @@ class _Service:
     def _fail(self, error: dict[str, Any]) -> None:
         message = f"{self._name}: {error.get('details', 'Error')}: {error.get('message', '')}"
         more = {"details": str(error.get("traceback") or "")}
-        if error.get("kind") == "policy":
-            raise PolicyFailure(message, reason=str(error.get("reason") or "policy"), **more)
-        raise AgentFailed(message, reason=str(error.get("reason") or "agent_error"), **more)
+        reason, cause = error.get("reason"), error.get("cause")
+        if cause == "policy":
+            raise PolicyFailure(message, reason=str(reason or "policy"), **more)
+        if cause is None:  # `nat serve` sends only the class and the message
+            outside = outside_in(f"{error.get('details', 'Error')}: {error.get('message', '')}")
+            reason, cause = outside, "outside" if outside else "agent"
+        reason, is_outside = str(reason or "agent_error"), cause == "outside"
+        raise AgentCrashed(message, reason=reason, is_outside=is_outside, **more)
 
 
 def _event(line: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:

@@ -1,40 +1,41 @@
 """Why a rollout failed: because of policy or infrastructure, and a reason to count by.
 
-In:   the exception that the agent raised, or its timeout; the calls it had made
+In:   the exception that the agent raised, or its timeout; the calls it had made; whether the
+      trained policy had answered one of them
 Out:  RolloutFailure
 
-A failure of the policy is caused by the model and may be given a reward; dropping it would reward
-it. Every other failure is infrastructure: it says nothing about the policy, may be retried, and is
-never scored. A failure of unclear cause counts as infrastructure: a missing rollout costs less than
-one that trains the model on a network fault. So an exception of the agent is its own failure,
-unless it clearly could not read an answer; the message says how many answers had been truncated.
+Once the policy has answered, a failure is the policy's: an agent that raises KeyError on some
+replies fails because of these replies, and without them the others would look better than the
+policy is. The exception is a cause that lies outside (workflow/outside.py), and a last call that
+got no answer. Before any answer of the policy, every failure is infrastructure: it says nothing
+about the policy, may be retried, and is never scored. An agent that knows better says so: it raises
+PolicyFailure or AgentFailed.
 """
 
+import asyncio
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import ValidationError
 
 from hone.capture.base import SeenCall
+from hone.capture.openai import LEFT, UNANSWERED
 from hone.config.policy import PolicyCalls
-from hone.errors import AgentFailed, AgentTimeout, PolicyFailure
-from hone.place import place_in, place_waited_at
+from hone.errors import AgentCrashed, AgentFailed, PolicyFailure
+from hone.place import chain_of, place_in, place_waited_at
 from hone.trajectory import failure_of
 from hone.types import Failure
+from hone.workflow.outside import is_outside_answer, reason_of
 
 Kind = Literal["infrastructure", "policy"]
+Cause = Literal["policy", "agent", "outside"]
+"""`policy`: the agent says so. `agent`: the policy's, once it has answered. `outside`: never."""
 
-_LATER = frozenset({408, 409, 429})
-"""Statuses below 500 that are caused by the server's state, not by the request."""
-
-_TRUNCATED = {
-    "agent_error": "raises hone.errors.PolicyFailure",
-    "exit_status": "exits with one of policy_failure_exit_codes",
-}
-"""How an agent can report that a truncated answer made it fail, by the reason of its failure."""
+_ANSWERS = ("unparseable", "token_limit")
+"""Reasons that an answer is needed for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,35 @@ class RolloutFailure:
 
     kind: Kind
     reason: str
-    """One word, to count by. Infrastructure: connection, server_error, timeout, agent_error, or the
-    `reason` of an AgentFailed. Policy: token_limit, unparseable, timeout, or the `reason` of a
-    PolicyFailure."""
+    """One word, to count by. Outside: connection, server_error, timeout, resources, killed,
+    not_started, infrastructure_exceptions, or the `reason` of an AgentFailed. After an answer:
+    agent_error, unparseable, token_limit, timeout, exit_status, no_output, output_too_large, or the
+    `reason` of a PolicyFailure."""
     failure: Failure
+    cause: Cause = "outside"
+
+    @classmethod
+    def of(
+        cls,
+        cause: Cause,
+        reason: str,
+        failure: Failure,
+        calls: Sequence[SeenCall],
+        answered: bool | None = None,
+    ) -> "RolloutFailure":
+        """The failure after these calls; `answered`: by the policy; None: by any model."""
+        if cause == "agent" and (missing := _missing_answer(calls, reason)) is not None:
+            cause, reason = "outside", missing
+        if answered is None:
+            answered = answered_by_policy(calls, None)
+        is_policy = cause == "policy" or (cause == "agent" and answered)
+        if not is_policy and reason in _ANSWERS:
+            reason = "agent_error"
+        return cls("policy" if is_policy else "infrastructure", reason, failure, cause)
+
+    def after_answer(self) -> "RolloutFailure":
+        """The same failure, now that an answer of the policy is known."""
+        return replace(self, kind="policy") if self.cause == "agent" else self
 
 
 def answered_by_policy(calls: Iterable[SeenCall], policy: PolicyCalls | None) -> bool:
@@ -54,11 +80,21 @@ def answered_by_policy(calls: Iterable[SeenCall], policy: PolicyCalls | None) ->
     return any(call.choices and (policy is None or policy.has(call)) for call in calls)
 
 
-def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
-    """The failure of an agent that raised this error after these calls."""
-    kinds = [_kind(leaf, calls) for leaf in _leaves(error)]
-    # In an exception group, the policy is the cause only if there is no other cause.
-    kind, reason = next((k for k in kinds if k[0] == "infrastructure"), kinds[0])
+def raised(
+    error: BaseException,
+    calls: Sequence[SeenCall],
+    *,
+    answered: bool | None = None,
+    listed: Collection[str] = (),
+) -> RolloutFailure:
+    """The failure of an agent that raised this error after these calls.
+
+    `answered`: by the policy; None: any answer counts. `listed` are the class names of
+    `finetuning.infrastructure_exceptions`.
+    """
+    causes = [_cause(leaf, calls, listed) for leaf in _leaves(error)]
+    # In an exception group, the agent is the cause only if nothing lies outside.
+    cause, reason = next((c for c in causes if c[0] == "outside"), causes[0])
     failure = failure_of(error)
     if isinstance(error, AgentFailed | PolicyFailure) and error.details:
         # The agent is a program or a service: its own output is more useful than our stack.
@@ -67,27 +103,27 @@ def raised(error: BaseException, calls: Sequence[SeenCall]) -> RolloutFailure:
     more = ""
     if reason == "connection":
         more = _unreached(error)
-    elif kind == "infrastructure" and reason in _TRUNCATED:
-        more = _truncated(calls, _TRUNCATED[reason])
+    elif cause == "agent" and reason not in _ANSWERS:
+        more = _truncated(calls)
     failure = failure.model_copy(update={"message": failure.message + more})
-    return RolloutFailure(kind, reason, failure)
+    return RolloutFailure.of(cause, reason, failure, calls, answered)
 
 
-def _truncated(calls: Sequence[SeenCall], remedy: str) -> str:
+def _truncated(calls: Sequence[SeenCall]) -> str:
     """How many answers ended at their token limit, which may be why the agent failed."""
     answers = [call for call in calls if call.choices]
     truncated = sum(call.finish == "length" for call in answers)
     if not truncated:
         return ""
     return (
-        f" (answers cut at the token limit before it: {truncated} of {len(answers)}; an agent that "
-        f"cannot continue with such an answer {remedy})"
+        f" (answers cut at the token limit before it: {truncated} of {len(answers)}; if the agent "
+        "cannot use such an answer, raise max_tokens)"
     )
 
 
 def _unreached(error: BaseException) -> str:
     """The address that a client could not reach, and why: its message is 'Connection error.'"""
-    for cause in _causes(error):
+    for cause in chain_of(error):
         if any(_is(cause, library, "APIConnectionError") for library in ("openai", "anthropic")):
             request, why = getattr(cause, "request", None), cause.__cause__
             return (
@@ -97,44 +133,58 @@ def _unreached(error: BaseException) -> str:
 
 
 def timed_out(
-    after_s: float, place: str, calls: Sequence[SeenCall], extension: str = ""
+    after_s: float,
+    place: str,
+    calls: Sequence[SeenCall],
+    extension: str = "",
+    *,
+    answered: bool | None = None,
 ) -> RolloutFailure:
     """The failure of an agent that had not ended after `after_s`; `place` is where it waited.
 
     `extension` says how much longer its time was because the server held its calls.
     """
-    kind: Kind = "policy" if any(call.choices for call in calls) else "infrastructure"
-    answered = sum(bool(call.choices) for call in calls)
+    num_answered = sum(bool(call.choices) for call in calls)
     message = (
         f"the rollout did not end within {after_s:g} s{extension}; it had sent {len(calls)} calls, "
-        f"of which {answered} were answered"
+        f"of which {num_answered} were answered"
     )
     failure = Failure(
         type="TimeoutError", message=message, traceback=place, place=place_waited_at(place)
     )
-    return RolloutFailure(kind, "timeout", failure)
+    # A call in flight does not excuse the policy: an agent that never ends is nearly always in one.
+    ended = [call for call in calls if not _is_interrupted(call)]
+    return RolloutFailure.of(
+        "agent",
+        "timeout",
+        failure,
+        ended,
+        answered_by_policy(calls, None) if answered is None else answered,
+    )
 
 
-def _kind(error: BaseException, calls: Sequence[SeenCall]) -> tuple[Kind, str]:
-    if isinstance(error, PolicyFailure):
-        return "policy", error.reason
-    answers = [call for call in calls if call.choices]
-    if isinstance(error, AgentFailed):
-        is_policy = isinstance(error, AgentTimeout) and answers
-        return "policy" if is_policy else "infrastructure", error.reason
-    reason: str | None = None
-    for cause in _causes(error):
-        # A wrapper may lack the code of the original refusal (LiteLLM's does); other failures come
-        # first.
-        if reason in (None, "agent_error") and _code(cause) == "context_length_exceeded":
-            # After answers, the conversation grew too long; without any, the input was too long.
-            return ("policy", "token_limit") if answers else ("infrastructure", "agent_error")
-        reason = reason or _outside_reason(cause)
-    if reason is not None:
-        return "infrastructure", reason
-    if answers and (_is_unparseable(error) or _is_unparseable(error.__cause__)):
-        return "policy", "token_limit" if answers[-1].finish == "length" else "unparseable"
-    return "infrastructure", "agent_error"
+# ---- one exception ------------------------------------------------------------------------------
+
+
+def _cause(
+    error: BaseException, calls: Sequence[SeenCall], listed: Collection[str]
+) -> tuple[Cause, str]:
+    chain = list(chain_of(error))
+    for one in chain:
+        if isinstance(one, PolicyFailure):
+            return "policy", one.reason
+        if (reason := reason_of(one, listed)) is not None:
+            return "outside", reason
+    if any(_is_too_long(one) for one in chain):
+        return "agent", "token_limit"
+    if isinstance(error, AgentCrashed):
+        return "agent", error.reason
+    if _is_unparseable(error) or _is_unparseable(error.__cause__):
+        last = next((call for call in reversed(calls) if call.choices), None)
+        is_cut = last is not None and last.finish == "length"
+        return "agent", "token_limit" if is_cut else "unparseable"
+    late = any(isinstance(one, TimeoutError) for one in chain)
+    return "agent", "timeout" if late else "agent_error"
 
 
 def _is_unparseable(error: BaseException | None) -> bool:
@@ -145,36 +195,20 @@ def _is_unparseable(error: BaseException | None) -> bool:
     return parsing or _is(error, "openai", "LengthFinishReasonError")
 
 
-def _code(error: BaseException) -> str | None:
-    """The code of a refusal, if the server sent one; Anthropic's client has it only in the body."""
-    if not any(_is(error, library, "APIStatusError") for library in ("openai", "anthropic")):
-        return None
+def _is_too_long(error: BaseException) -> bool:
+    """Whether the conversation exceeds the model's context.
+
+    Anthropic's client has the code only in the body; LiteLLM has a class of its own.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "ContextWindowExceededError" in names:
+        return True
+    if "APIStatusError" not in names:
+        return False
     body = getattr(error, "body", None)
     inner = body.get("error") if isinstance(body, dict) else None
-    return getattr(error, "code", None) or (inner.get("code") if isinstance(inner, dict) else None)
-
-
-def _outside_reason(error: BaseException) -> str | None:
-    """The reason, if the error came from outside the agent: a server or the network; else None."""
-    status = None
-    if any(_is(error, library, "APIStatusError") for library in ("openai", "anthropic")):
-        status = getattr(error, "status_code", None)
-    elif any(_is(error, library, "HTTPStatusError") for library in ("httpx", "httpx2")):
-        status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return "server_error" if status >= 500 or status in _LATER else "agent_error"
-    for library, late, lost in (
-        ("openai", "APITimeoutError", "APIConnectionError"),
-        ("anthropic", "APITimeoutError", "APIConnectionError"),
-        ("httpx", "TimeoutException", "TransportError"),
-        ("httpx2", "TimeoutException", "TransportError"),
-        ("builtins", "TimeoutError", "ConnectionError"),
-    ):
-        if _is(error, library, late):
-            return "timeout"
-        if _is(error, library, lost):
-            return "connection"
-    return None
+    code = getattr(error, "code", None) or (inner.get("code") if isinstance(inner, dict) else None)
+    return code == "context_length_exceeded"
 
 
 def _is(error: BaseException, library: str, name: str) -> bool:
@@ -183,17 +217,37 @@ def _is(error: BaseException, library: str, name: str) -> bool:
     return kind is not None and isinstance(error, kind)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
-    for _ in range(50):  # a chain may be circular
-        if error is None:
-            return
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors of an exception group, including nested groups; any other error by itself."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
+    """The errors of an exception group, including nested groups, then what caused the group.
+
+    Any other error by itself.
+    """
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    leaves = [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return leaves if cause is None else [*leaves, cause]
+
+
+# ---- the last call ------------------------------------------------------------------------------
+
+
+def _missing_answer(calls: Sequence[SeenCall], reason: str) -> str | None:
+    """The reason if the last call got no answer; None if it got one, or a refusal as sent.
+
+    A call that was in flight when the agent failed counts only if the failure is a timeout:
+    otherwise the agent failed on another answer, and so ended its other calls.
+    """
+    ended = [call for call in calls if reason == "timeout" or not _is_interrupted(call)]
+    last = max(ended, key=lambda call: (call.started_at, call.index), default=None)
+    if last is None or last.choices:
+        return None
+    if last.status is not None and last.status >= 400:
+        return "server_error" if is_outside_answer(last.status) else None
+    return "timeout" if reason == "timeout" else "connection"
+
+
+def _is_interrupted(call: SeenCall) -> bool:
+    """Whether the agent's side ended a call before its answer."""
+    left = (UNANSWERED, LEFT, asyncio.CancelledError.__name__)
+    return not call.choices and call.error is not None and call.error.startswith(left)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 from hone.capture.scope import not_captured
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
-from hone.errors import AgentFailed, PolicyFailure
+from hone.errors import AgentCrashed, PolicyFailure
 from hone.redact import redact_urls
 from hone.workflow.address import ADDRESS_NAMES, Address, check_placeholders, fill, workflow_llm
 from hone.workflow.fit import as_text
@@ -68,8 +68,10 @@ class HttpConfig(FunctionBaseConfig, name="http"):
     policy_failure_statuses: list[Annotated[int, Field(ge=400, le=599)]] = Field(
         default_factory=list
     )
-    """Statuses with which the agent reports that the model failed: `finetuning.on_policy_failure`
-    applies. Any other status except 2xx is a failure of the agent."""
+    """Statuses with which the agent reports that the model failed, also before its first answer:
+    `finetuning.on_policy_failure` applies. After an answer of the model, other statuses are the
+    model's failures too, except 408, 409, 425, 429 and those above 500 and lost connections, which
+    lie outside."""
     verify_ssl: bool = True
     """Check the service's certificate."""
     description: str | None = None
@@ -158,7 +160,7 @@ class _Service:
     def _output(self, body: bytes) -> Any:
         config = self._config
         if len(body) > config.max_output_bytes:
-            raise AgentFailed(
+            raise AgentCrashed(
                 f"{self._name} answered with more than max_output_bytes={config.max_output_bytes}",
                 reason="output_too_large",
             )
@@ -170,7 +172,7 @@ class _Service:
         except (ValueError, RecursionError):
             values = []
         if not values:
-            raise AgentFailed(
+            raise AgentCrashed(
                 f"{self._name}: its response has nothing at output_path {config.output_path!r}: "
                 f"{text[:200]!r}",
                 reason="no_output",

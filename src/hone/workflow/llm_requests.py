@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from hone.capture.scope import not_captured
-from hone.errors import AgentFailed, ConfigError
+from hone.errors import AgentCrashed, ConfigError
 from hone.model import CONNECT_S
 from hone.wire.openai_response_client import read_response, response_request
 
@@ -68,10 +68,11 @@ async def respond(
     response = await client.responses.create(model=model, input=items, extra_body=body, **options)
     if response.status in ("failed", "cancelled"):
         why = response.error.message if response.error is not None else "no reason given"
-        raise AgentFailed(
+        raise AgentCrashed(
             f"POST {str(client.base_url).rstrip('/')}/responses: the response is "
             f"{response.status}: {why}",
             reason="server_error",
+            is_outside=True,
         )
     head = {"object": "chat.completion", "created": int(response.created_at), "model": model}
     return ChatCompletion.construct(**head, **read_response(response.to_dict()))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone.errors import AgentFailed, AgentTimeout
+from hone.errors import AgentCrashed, AgentTimeout
 from hone.workflow.deadline import Deadline
 from hone.workflow.function import in_thread
 from hone.workflow.guard import TOKEN, guard, kill_all, signal_group
@@ -53,7 +53,7 @@ async def run_program(
     timeout_s: float | None,
     max_output_bytes: int,
 ) -> Ended:
-    """Run the program to its end; raises AgentFailed if it cannot start or prints too much.
+    """Run the program to its end; raises AgentCrashed if it cannot start or prints too much.
 
     `token` marks its processes; the guard has it already. `stdin` None is an empty one. After
     `timeout_s`, longer by the time that the server held its calls, the program is killed, and
@@ -76,7 +76,7 @@ async def run_program(
     name, stderr = Path(arguments[0]).name, bytes(running.stderr.content)
     details = stderr.decode(errors="replace")
     if running.stdout.full.done():
-        raise AgentFailed(
+        raise AgentCrashed(
             f"{name} printed more than max_output_bytes={max_output_bytes} and was killed",
             reason="output_too_large",
             details=details,
@@ -88,7 +88,8 @@ async def run_program(
         )
     status = popen.poll()
     if status is None:
-        raise AgentFailed(f"{name} cannot be killed", reason="killed", details=details)
+        message = f"{name} cannot be killed"
+        raise AgentCrashed(message, reason="killed", details=details, is_outside=True)
     return Ended(status, bytes(running.stdout.content), stderr)
 
 
@@ -109,8 +110,10 @@ def _start(
         remedy = ""
         if isinstance(error, ValueError) or error.errno == errno.E2BIG:
             remedy = ". Leave {input} out of the command: the program then gets the input on stdin"
-        raise AgentFailed(
-            f"{arguments[0]} cannot be started: {error}{remedy}", reason="not_started"
+        raise AgentCrashed(
+            f"{arguments[0]} cannot be started: {error}{remedy}",
+            reason="not_started",
+            is_outside=True,
         ) from error
 
 

@@ -11,7 +11,7 @@ the trained model are refused, so that nothing is recorded that was not scored.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ async def run_rollout(
     recorded_calls: RecordedCalls | None = None,
     held_s: HeldTime | None = None,
     policy: PolicyCalls | None = None,
+    infrastructure_exceptions: Sequence[str] = (),
 ) -> RolloutResult:
     """Run the workflow on the input; an exception of the agent is returned, not raised.
 
@@ -102,6 +103,7 @@ async def run_rollout(
         held_s: asks the server for how long it held the rollout's calls; called when the timeout has
             passed. None extends no timeout.
         policy: which calls the trained policy answers; None: all.
+        infrastructure_exceptions: classes of exceptions that are never the policy's failure.
     """
     rollout, recorder = recorded(id, host=host, temperature=temperature, step=step, aliases=aliases)
     recorder.held = None if held_s is None else partial(held_s, rollout.id)
@@ -114,11 +116,13 @@ async def run_rollout(
     calls = tuple(recorder.calls)
     if recorder.is_incomplete and recorded_calls is not None:
         calls = await _completed(rollout, calls, recorded_calls)
-    failure = None
+    failure, answered = None, answered_by_policy(calls, policy)
     if isinstance(outcome, _TimedOut):
-        failure = timed_out(outcome.after_s, outcome.place, calls, outcome.extension)
+        extension = outcome.extension
+        failure = timed_out(outcome.after_s, outcome.place, calls, extension, answered=answered)
     elif outcome.error is not None:
-        failure = raised(outcome.error, calls)
+        listed = infrastructure_exceptions
+        failure = raised(outcome.error, calls, answered=answered, listed=listed)
     return RolloutResult(
         id=rollout.id,
         output=None if failure else outcome.output,
@@ -127,7 +131,7 @@ async def run_rollout(
         failure=failure,
         seconds=time.perf_counter() - began,
         events=tuple(recorder.events),
-        answered=answered_by_policy(calls, policy),
+        answered=answered,
     )
 
 

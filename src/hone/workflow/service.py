@@ -1,7 +1,7 @@
 """Call an agent that is a service: the HTTP client, the deadline, and how a failure is recorded.
 
 In:   the service's URL; a request, and its timeout
-Out:  the response; AgentTimeout or AgentFailed, each with a reason to count by
+Out:  the response; AgentTimeout or AgentCrashed, each with a reason to count by
 """
 
 from collections.abc import AsyncIterator
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 import httpx2
 
 from hone.capture.base import host_of
-from hone.errors import AgentFailed, AgentTimeout
+from hone.errors import AgentCrashed, AgentTimeout
 from hone.model import CONNECT_S
 from hone.workflow.deadline import Deadline
 
 DETAILS = 16 * 1024
 """Number of characters recorded from the beginning of an error response."""
-_LATER = (408, 409, 429)
-"""Statuses for which a retry may succeed."""
+_LATER = (408, 409, 425, 429)
+"""Statuses below 500 for which a retry may succeed: they are caused by the service's state."""
 
 
 def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
@@ -35,7 +35,7 @@ def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
 
 @asynccontextmanager
 async def answered_within(name: str, seconds: float | None, setting: str) -> AsyncIterator[None]:
-    """Raise AgentTimeout after this time, and AgentFailed if there is no response.
+    """Raise AgentTimeout after this time, and AgentCrashed if there is no response.
 
     The time is longer by what the server held the rollout's calls.
     `setting` is the key or option of the timeout, up to its value: `timeout_s=`.
@@ -50,15 +50,21 @@ async def answered_within(name: str, seconds: float | None, setting: str) -> Asy
         ) from None
     except httpx2.RequestError as error:
         why = str(error) or type(error).__name__
-        raise AgentFailed(f"{name} failed: {why}", reason="connection") from error
+        message = f"{name} failed: {why}"
+        raise AgentCrashed(message, reason="connection", is_outside=True) from error
 
 
-def refusal(name: str, status: int, details: str) -> AgentFailed:
-    """The failure that a response with an error status means; `details` is its body."""
+def refusal(name: str, status: int, details: str) -> AgentCrashed:
+    """The failure that a response with an error status means; `details` is its body.
+
+    Web frameworks answer 500 for an exception of the agent, so it counts like one; the other
+    statuses from 500 on come from gateways and from services that are overloaded or restarting.
+    """
     first = details.strip().partition("\n")[0][:500]
-    later = status >= 500 or status in _LATER
-    return AgentFailed(
+    is_outside = status > 500 or status in _LATER
+    return AgentCrashed(
         f"{name} answered with status {status}" + (f": {first}" if first else ""),
-        reason="server_error" if later else "agent_error",
+        reason="server_error" if is_outside else "agent_error",
         details=details,
+        is_outside=is_outside,
     )
