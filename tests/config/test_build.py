@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from hone.config.build import Builder, build
+from hone.config.build import Builder, Served, build
+from hone.config.policy import Trained, address_of
 from hone.config.registry import (
     EvaluatorBaseConfig,
     FunctionBaseConfig,
@@ -224,3 +225,26 @@ async def test_nobody_is_reached_where_every_model_has_an_address(write: Write):
     async with build(read(write(YAML))) as builder:
         await builder.serve()
         assert builder.served is None
+
+
+async def test_rollouts_know_the_listed_exceptions_and_in_a_training_run_the_policy(write: Write):
+    file = write("""\
+        llms:
+          policy: {_type: trainable}
+          judge: {_type: openai, model_name: critic, base_url: 'http://127.0.0.1:8000/v1', api_key: k}
+        finetuning: {infrastructure_exceptions: [SearchDown]}
+        """)
+    url = "http://127.0.0.1:8000/v1"
+    trained = Trained("agent", frozenset({"agent"}), "base", frozenset({address_of(url)}))
+    async with build(read(file)) as builder:
+        # `hone run` and `hone eval` without a server.
+        assert builder.rollout_arguments == {"infrastructure_exceptions": ["SearchDown"]}
+        # With one, which step is evaluated is their own choice: any answer counts.
+        builder.served = Served(url, "k", "agent", "localhost", trained)
+        arguments = builder.rollout_arguments
+        assert arguments["infrastructure_exceptions"] == ["SearchDown"]
+        assert arguments["host"] == "localhost" and "policy" not in arguments
+        builder.choose_policy()
+        policy = builder.rollout_arguments["policy"]
+        assert policy.hosts == {"localhost"} and policy.others == {"critic"}
+        assert "agent" in policy.names and "base" in policy.names

@@ -362,3 +362,16 @@ def test_what_is_in_force_can_be_written_down_and_read_again(write: Write):
     assert effective["finetuning"]["num_epochs"] == 7
     assert "run_configuration" not in effective["finetuning"]
     assert Document.model_validate(effective).finetuning == document.finetuning
+
+
+def test_exceptions_of_the_infrastructure_are_class_names(write: Write):
+    file = write("""\
+        finetuning:
+          infrastructure_exceptions: [SearchDown, my_tools.errors.SearchDown, "no name", Exception]
+        """)
+    assert problems(file) == [
+        "a.yml:2: finetuning.infrastructure_exceptions.2: 'no name' is not the name of a class; "
+        "write Name or package.module.Name",
+        "a.yml:2: finetuning.infrastructure_exceptions.3: Exception is every exception, so no "
+        "failure would be the model's; name the classes that are not its fault",
+    ]

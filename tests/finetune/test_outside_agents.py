@@ -65,7 +65,7 @@ async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed
         async def one(question: str) -> RolloutResult:
             rollout = f"{run.id}:{question.split()[1].rstrip(',')}"
             return await run_rollout(
-                workflow, question, id=rollout, host=served.host, recorded_calls=served.recorded
+                workflow, question, id=rollout, **run.builder.rollout_arguments
             )
 
         results = await asyncio.gather(*map(one, questions))
@@ -77,6 +77,7 @@ async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed
         assert {call.messages[0]["content"] for call in calls if call.messages} == {question}
         assert [call.rollout for call in calls] == [result.id] * len(calls)
         assert [call.model for call in calls] == [run.adapter.model_name] * len(calls)
+        assert result.answered
         first, *rest = calls
         assert not first.abandoned and first.index == 0
         if question.endswith("die"):
@@ -126,10 +127,30 @@ async def test_calls_of_a_program_that_is_a_function_can_be_the_target(rehearsal
     async with rehearsal.live(**changes) as run:
         workflow, served = await run.builder.get_workflow(), run.builder.served
         assert served is not None
-        arguments = served.rollout_arguments
+        arguments = run.builder.rollout_arguments
         result = await run_rollout(workflow, "say it", id=f"{run.id}:0", **arguments)
         assert failures(await run.checks()) == []
     assert [call.function for call in result.calls] == ["prober", "prober"]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ('os.environ["HONE_MODEL"]', ("policy", "exit_status")),
+        # Only the base weights had answered it.
+        ('os.environ["HONE_MODEL"] + "@0"', ("infrastructure", "exit_status")),
+    ],
+)
+async def test_a_program_that_crashes_on_an_answer_of_the_policy_fails_because_of_it(
+    rehearsal: Rehearsal, model: str, expected: tuple[str, str]
+):
+    crashing = PROGRAM.replace('os.environ["HONE_MODEL"]', model) + 'json.loads("")["move"]\n'
+    program = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", crashing]}
+    async with rehearsal.live(workflow={**program, "target": None}) as run:
+        workflow, arguments = await run.builder.get_workflow(), run.builder.rollout_arguments
+        result = await run_rollout(workflow, "say it", id=f"{run.id}:0", **arguments)
+    assert why(result) == expected and result.answered == (expected[0] == "policy")
+    assert len(result.calls) == 2
 
 
 async def test_an_agent_gets_the_advertised_address(rehearsal: Rehearsal):

@@ -15,7 +15,8 @@ def model(url: str) -> LLM:
 
 
 async def ran(fn: Any, input: Any = "x", **options: Any) -> RolloutResult:
-    return await run_rollout(Function.of("<workflow>", fn), input, **options)
+    function = fn if isinstance(fn, Function) else Function.of("<workflow>", fn)
+    return await run_rollout(function, input, **options)
 
 
 def why(result: RolloutResult) -> tuple[str, str]:

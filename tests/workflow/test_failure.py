@@ -47,6 +47,7 @@ from hone.errors import (
     Unreachable,
 )
 from hone.workflow.failure import answered_by_policy, raised, timed_out
+from hone.workflow.llm import LLM
 from hone.workflow.outside import outside_in
 
 
@@ -687,6 +688,23 @@ def test_only_an_answer_of_the_trained_policy_counts():
     assert answered_by_policy([judge], None) and not answered_by_policy([unanswered()], None)
     failure = raised(KeyError("x"), [judge], answered=answered_by_policy([judge], policy))
     assert (failure.kind, failure.reason) == ("infrastructure", "agent_error")
+
+
+async def test_an_exception_after_a_frozen_model_s_answer_is_not_the_policy_s():
+    policy = PolicyCalls(frozenset({"localhost"}), frozenset({"m"}))
+    async with serving(Endpoint(Reply("no"), Reply("no"))) as url:
+        llm, base = model(url), LLM(base_url=url, model="m@0", max_retries=0)
+
+        async def agent(which: str) -> Any:
+            await (base if which == "base" else llm).chat(ASK)
+            return crash("")
+
+        frozen = await ran(agent, "base", policy=policy)
+        trained = await ran(agent, "policy", policy=policy)
+        await llm.close()
+        await base.close()
+    assert (why(frozen), frozen.answered) == (("infrastructure", "agent_error"), False)
+    assert (why(trained), trained.answered) == (("policy", "agent_error"), True)
 
 
 @pytest.mark.parametrize(
