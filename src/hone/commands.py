@@ -219,11 +219,16 @@ def _print_summary(summary: "EvalSummary") -> None:
     table.add_column("Evaluator", overflow="fold")
     table.add_column("Avg Score", justify="right", no_wrap=True)
     table.add_column("Failures", justify="right", no_wrap=True)
+    table.add_column("By The Model", justify="right", no_wrap=True)
     table.add_column("Output File", overflow="fold")
     for row in summary.evaluators:
         score = "none" if row.average_score is None else f"{row.average_score:.4f}"
-        table.add_row(row.name, score, str(row.failures), str(row.output_file))
+        counted = "" if row.failure_reward is None else f" at {row.failure_reward:g}"
+        by_policy = f"{row.policy_failures}{counted}"
+        table.add_row(row.name, score, str(row.failures), by_policy, str(row.output_file))
     print_table(table)
+    if summary.note:
+        typer.echo(f"\n{summary.note}")
 
 
 @harness.command("run", cls=Command)

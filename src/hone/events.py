@@ -139,7 +139,8 @@ class RolloutDone(RoundEvent, frozen=True):
     reward: float | None
     """Null if the rollout has no reward."""
     failure_kind: str | None
-    """`policy` if the model caused the failure, `infrastructure` otherwise; null on success."""
+    """`policy` if the model caused the failure, `infrastructure` otherwise; null on success. If the
+    evaluator scored no rollout of the round, all of its failures count as `infrastructure`."""
     tokens: int | None
     """Sampled tokens."""
     round: int = 0
@@ -280,8 +281,8 @@ class ValidationResult(Event, frozen=True):
     """Examples that were run."""
     policy_failures: dict[str, int] | None = None
     """Rollouts that failed because of the model, by example."""
-    on_policy_failure: Literal["drop"] | float = "drop"
-    """Reward of such a rollout, or `drop`."""
+    on_policy_failure: Literal["drop", "lowest"] | float = "drop"
+    """Reward of such a rollout. `lowest` and `drop`: the smaller of 0 and the run's lowest reward."""
     error: str | None = None
     """Why the validation failed."""
     seconds: float | None = None

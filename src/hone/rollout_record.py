@@ -3,11 +3,12 @@
 In:   nothing; data classes
 Out:  what the journal writes, and what a resumed run, the loggers and exports read
 
-A rollout that failed, or that its evaluator could not score, has a failure instead of a reward. A
-failure of the evaluator is never counted against the model. `EpisodeItem` has the fields of NeMo Agent
-Toolkit.
+A rollout that failed, or that its evaluator could not score, has a failure. A failure of the
+infrastructure is never a number; a failure of the policy may get a reward when its round closes.
+`EpisodeItem` has the fields of NeMo Agent Toolkit.
 """
 
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -144,7 +145,8 @@ class RolloutRecord(Strict):
     rollout: str
     """Id under which the server records the calls of the rollout."""
     reward: float | None
-    """None if the rollout failed or could not be scored."""
+    """None if the rollout failed or could not be scored. Under `on_policy_failure: lowest`, a failure
+    of the policy that is trained gets its reward when its round closes."""
     scores: dict[str, float | None] = Field(default_factory=dict)
     """Score of each evaluator."""
     failure: FailureRecord | None = None
@@ -217,6 +219,40 @@ class RolloutRecord(Strict):
         if self.trained_calls is not None:
             return len(self.trained_calls)
         return sum("call" in (item.metadata or {}) for item in self.episode or ())
+
+
+# ---- when a round closes --------------------------------------------------------------------------
+
+EVALUATOR = "evaluator"
+"""Reason of a rollout that its evaluator could not score."""
+
+
+def kinds_at_close(outcomes: Iterable[tuple[str | None, str | None]]) -> list[str | None]:
+    """The kinds of failure of a round's rollouts, after all of them ended; None on success.
+
+    `outcomes`: kind and reason of each failure, as they were recorded when the rollout ended. An
+    evaluator that raises on an output of the model while it scores others fails because of that
+    output. One that scores nothing is broken, and its failures are the infrastructure's.
+    """
+    recorded = list(outcomes)
+    scores_others = any(kind is None for kind, _ in recorded)
+    return [
+        "infrastructure" if reason == EVALUATOR and not scores_others else kind
+        for kind, reason in recorded
+    ]
+
+
+def at_close(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """The records of a round after it closed; what the infrastructure failed is not trained."""
+    recorded = [(r.failure_kind, r.failure and r.failure.reason) for r in records]
+    untrained = {"reward": None, "trained_calls": None, "episode": None, "shaped_rewards": None}
+    closed = []
+    for record, kind in zip(records, kinds_at_close(recorded), strict=True):
+        if record.failure is not None and kind != record.failure.kind:
+            failure = record.failure.model_copy(update={"kind": kind})
+            record = record.model_copy(update={"failure": failure, **untrained})
+        closed.append(record)
+    return closed
 
 
 _OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")

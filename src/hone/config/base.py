@@ -63,6 +63,10 @@ class LLMBaseConfig(ComponentConfig):
 class EvaluatorBaseConfig(ComponentConfig):
     """Scores the output of one input."""
 
+    is_service: ClassVar[bool] = False
+    """Whether the evaluator asks a model or another service. Its failures are then never the
+    policy's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Names:

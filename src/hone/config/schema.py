@@ -205,21 +205,24 @@ class FinetuneConfig(Strict):
     """Examples per epoch, drawn without repetition until all have been used; all if not set."""
     min_group_size: int = Field(default=2, ge=1)
     """Smaller groups are dropped and counted."""
-    on_policy_failure: Literal["drop"] | PolicyFailureReward = "drop"
-    """What to do with rollouts that failed because of the model: drop, or give a reward."""
     infrastructure_exceptions: list[ExceptionName] = Field(default_factory=list)
     """Classes of exceptions that are never the model's failure, also after it has answered:
     `SearchDown`, or `my_tools.errors.SearchDown`. They match the class and the classes that it
     inherits from, anywhere in the chain of causes; such a rollout is retried and never scored. Every
     command that runs the workflow uses them. Names are not checked: a class may be imported later.
     Errors of the network, of servers (429, 5xx) and of the machine need not be listed."""
+    on_policy_failure: Literal["lowest", "drop"] | PolicyFailureReward = "lowest"
+    """Reward of rollouts that failed because of the model. `lowest`: the smaller of 0 and the lowest
+    reward of the run so far. `{reward: x}`: this reward. `drop`: they are not trained on, which
+    rewards failing; rewards that are reported count them as `lowest` does."""
     max_infrastructure_failures: float = Field(default=0.2, ge=0, le=1)
     """An epoch fails if a larger share of its rollouts failed for reasons other than the model."""
     rollout_timeout_s: float = Field(default=600.0, gt=0)
     """Timeout of one run of the workflow on one input. Time that the training server held its calls does
     not count: serving was paused for training, or an engine or adapter was being loaded."""
     rollout_retries: int = Field(default=1, ge=0)
-    """Number of retries of a rollout that failed for reasons other than the model or its evaluator."""
+    """Number of retries of a rollout that failed for reasons other than the model or its evaluator.
+    Every attempt is recorded."""
     job_timeout_s: float = Field(default=86400.0, gt=0)
     """Timeout of one training job."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)

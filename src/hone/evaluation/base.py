@@ -4,7 +4,8 @@ In:   an EvalInputItem: a row of the dataset, and the workflow's output for it
 Out:  a Score: a finite number, or the reason why there is none
 
 A failure is never a number. An evaluator that raises, returns an `error`, None, NaN or a value that
-is not a number has not scored the item: a 0 would punish the policy for the evaluator's fault.
+is not a number has not scored the item. Whether the output is to blame is decided when all items
+were scored (`kinds_at_close`); a failure of a service or of the network never is.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Protocol, Self, runtime_checkable
@@ -24,6 +25,7 @@ from hone.errors import ConfigError
 from hone.tally import as_float
 from hone.trajectory import failure_of
 from hone.types import Failure
+from hone.workflow.outside import outside_reason
 
 
 def _as_id(value: Any) -> Any:
@@ -87,14 +89,23 @@ class EvalOutputItem(_Item):
     """Why the item could not be scored; `score` is then ignored."""
     failure: Failure | None = Field(default=None, exclude=True)
     """The error with its traceback; not written to files."""
+    failure_kind: str | None = Field(default=None, exclude=True)
+    """`policy` if the model is to blame, `infrastructure` otherwise; set when all items were scored."""
+    is_outside: bool = Field(default=False, exclude=True)
+    """Whether the cause lies outside the output, such as a service that is down."""
 
 
 class EvalOutput(_Item):
     """One evaluator's scores of all items."""
 
     average_score: Any = None
-    """Mean of the numeric scores, not rounded; None if there are none."""
+    """Mean of the numeric scores, not rounded; None if there are none. In a run of the workflow, items
+    that failed because of the model count with `failure_reward`."""
     eval_output_items: list[EvalOutputItem] = []
+    policy_failures: int = 0
+    """Number of items that failed because of the model."""
+    failure_reward: float | None = None
+    """Score with which each of them counts; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +116,18 @@ class Score:
     """None if the item could not be scored."""
     reasoning: Any = None
     failure: Failure | None = None
+    is_outside: bool = False
+    """Whether the cause of the failure lies outside the output: in a service, the network, the row or
+    the configuration."""
 
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """Scores one item. An exception is a failure of the evaluator, not a zero."""
+    """Scores one item. An exception is a failure, not a zero.
+
+    An attribute `is_service = True` says that it asks a model or another service, so that its
+    failures are never the policy's.
+    """
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem: ...
 
@@ -146,6 +164,9 @@ class EvaluatorInfo:
 
 class BaseEvaluator(ABC):
     """An evaluator written as a class: implement `evaluate_item`."""
+
+    is_service: bool = False
+    """Whether it asks a model or another service. Its failures are then never the policy's."""
 
     def __init__(self, max_concurrency: int = 4, tqdm_desc: str = "Evaluating") -> None:
         self.max_concurrency = max_concurrency
@@ -211,7 +232,11 @@ class EvalOptions:
 
 
 async def score(
-    evaluator: Evaluator, item: EvalInputItem, *, timeout_s: float | None = None
+    evaluator: Evaluator,
+    item: EvalInputItem,
+    *,
+    timeout_s: float | None = None,
+    is_service: bool = False,
 ) -> Score:
     """The evaluator's score of the item; an exception or a timeout becomes its failure."""
     evaluator = _behind(evaluator)
@@ -219,15 +244,21 @@ async def score(
     async def alone() -> Sequence[EvalOutputItem]:
         return [await evaluator.evaluate_item(item)]
 
-    [one] = await _scores(evaluator, alone, [item], timeout_s)
+    [one] = await _scores(evaluator, alone, [item], timeout_s, is_service)
     return one
 
 
 async def score_group(
-    evaluator: GroupEvaluator, items: Sequence[EvalInputItem], *, timeout_s: float | None = None
+    evaluator: GroupEvaluator,
+    items: Sequence[EvalInputItem],
+    *,
+    timeout_s: float | None = None,
+    is_service: bool = False,
 ) -> list[Score]:
     """The evaluator's scores of rollouts of one example; a failure is the failure of each."""
-    return await _scores(evaluator, lambda: evaluator.evaluate_group(items), items, timeout_s)
+    return await _scores(
+        evaluator, lambda: evaluator.evaluate_group(items), items, timeout_s, is_service
+    )
 
 
 async def _scores(
@@ -235,9 +266,11 @@ async def _scores(
     evaluate: Callable[[], Awaitable[Sequence[EvalOutputItem]]],
     items: Sequence[EvalInputItem],
     timeout_s: float | None,
+    is_service: bool,
 ) -> list[Score]:
     # The timeout covers only the scoring, not the wait for a free slot.
     turn = evaluator.semaphore if isinstance(evaluator, BaseEvaluator) else nullcontext()
+    is_service = is_service or getattr(evaluator, "is_service", False)
     deadline: asyncio.Timeout | None = None
     try:
         async with turn, asyncio.timeout(timeout_s) as deadline:
@@ -247,17 +280,29 @@ async def _scores(
                     f"evaluate_group was given {len(items)} items and returned {len(outputs)} "
                     "results; it must return one for each, in their order"
                 )
-            return [score_of(output) for output in outputs]
+            scores = [score_of(output) for output in outputs]
+            return [
+                replace(one, is_outside=is_service or one.is_outside) if one.failure else one
+                for one in scores
+            ]
     except TimeoutError as error:
-        failure = failure_of(error)
+        one = unscored(error, is_service=is_service)
         if deadline is not None and deadline.expired():
             message = f"item {items[0].id!r}: the evaluator did not end within {timeout_s:g} s"
             failure = Failure(type="TimeoutError", message=message)
+            one = Score(None, failure=failure, is_outside=is_service)
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001  # user code: whatever it raises is data
-        failure = failure_of(error)
-    return [Score(None, failure=failure)] * len(items)
+        one = unscored(error, is_service=is_service)
+    return [one] * len(items)
+
+
+def unscored(error: BaseException, *, is_service: bool = False) -> Score:
+    """The result of scoring that raised this error."""
+    # A ConfigError is a mistake in the row or in the configuration, not in the output.
+    outside = is_service or isinstance(error, ConfigError) or outside_reason(error) is not None
+    return Score(None, failure=failure_of(error), is_outside=outside)
 
 
 def _behind(evaluator: Evaluator) -> Evaluator:
@@ -272,7 +317,7 @@ def score_of(output: EvalOutputItem) -> Score:
     """The result of an evaluator as a value or a failure."""
     if output.failure is not None or output.error:
         failure = output.failure or Failure(type="EvaluatorError", message=str(output.error))
-        return Score(None, output.reasoning, failure)
+        return Score(None, output.reasoning, failure, output.is_outside)
     number = as_float(output.score)
     if number is not None and math.isfinite(number):
         return Score(number, output.reasoning)
@@ -292,6 +337,7 @@ def output_of(scores: Iterable[tuple[str, Score]]) -> EvalOutput:
             reasoning=one.reasoning,
             error=None if one.failure is None else f"{one.failure.type}: {one.failure.message}",
             failure=one.failure,
+            is_outside=one.is_outside,
         )
         for id, one in scores
     ]

@@ -271,7 +271,16 @@ def _as_json(output: EvalOutput) -> dict[str, Any]:
     # Not by model_dump, which refuses some values that an evaluator may put into `reasoning`.
     keys = ("id", "score", "reasoning", "error")
     items = [{key: getattr(item, key) for key in keys} for item in output.eval_output_items]
-    return {"average_score": output.average_score, "eval_output_items": items}
+    for entry, item in zip(items, output.eval_output_items, strict=True):
+        if item.failure_kind is not None:
+            entry["failure"] = {"kind": item.failure_kind}
+    content = {"average_score": output.average_score, "eval_output_items": items}
+    if output.policy_failures:
+        content |= {
+            "policy_failures": output.policy_failures,
+            "failure_reward": output.failure_reward,
+        }
+    return content
 
 
 def _score(score: Score) -> dict[str, Any]:

@@ -48,7 +48,12 @@ class RolloutGroup:
         self.leave(number)
 
     async def score(
-        self, name: str, evaluator: GroupEvaluator, number: int, timeout_s: float | None
+        self,
+        name: str,
+        evaluator: GroupEvaluator,
+        number: int,
+        timeout_s: float | None,
+        is_service: bool = False,
     ) -> Score:
         """Wait until every rollout has ended, then score them together."""
         await self._complete.wait()
@@ -57,7 +62,9 @@ class RolloutGroup:
             if number not in scores:
                 numbers = sorted(self._items)
                 items = [self._items[n] for n in numbers]
-                compared = await score_group(evaluator, items, timeout_s=timeout_s)
+                compared = await score_group(
+                    evaluator, items, timeout_s=timeout_s, is_service=is_service
+                )
                 for n, one in zip(numbers, compared, strict=True):
                     scores.setdefault(n, one)
             return scores[number]
@@ -76,6 +83,12 @@ class Member:
         self._on_end(item)
         self._group.add(self._number, item)
 
-    async def score(self, name: str, evaluator: GroupEvaluator, timeout_s: float | None) -> Score:
+    async def score(
+        self,
+        name: str,
+        evaluator: GroupEvaluator,
+        timeout_s: float | None,
+        is_service: bool = False,
+    ) -> Score:
         """Its score, once all rollouts of the group have ended."""
-        return await self._group.score(name, evaluator, self._number, timeout_s)
+        return await self._group.score(name, evaluator, self._number, timeout_s, is_service)

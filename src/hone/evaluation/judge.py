@@ -43,6 +43,8 @@ _PLACES = ("rubric", "question", "expected", "output", "transcript", "low", "hig
 class JudgeBaseConfig(EvaluatorBaseConfig):
     """Fields of every evaluator that asks a model."""
 
+    is_service = True
+
     llm: LLMRef | None = None
     """The judge: a key of `llms`."""
     llm_name: LLMRef | None = None
@@ -115,6 +117,8 @@ class TrajectoryJudge(_JudgeConfig, name="trajectory"):
 
 class Judge(BaseEvaluator):
     """Asks a model for a score."""
+
+    is_service = True
 
     def __init__(
         self,

@@ -67,6 +67,7 @@ class PythonEvaluator(BaseEvaluator):
         super().__init__(max_concurrency=max_concurrency, tqdm_desc=target)
         self._target, self._fn, self._arguments = target, fn, dict(arguments)
         self._parts, self._positional = _parts(target, fn, self._arguments)
+        self.is_service = "llm" in self._arguments  # a judge of the user's own
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
         named = {name: PARTS[name](item) for name in self._parts} | self._arguments

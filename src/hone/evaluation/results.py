@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -17,11 +18,15 @@ from hone.capture.base import SeenCall, Step
 from hone.config.policy import PolicyCalls
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.steps import calls_of, events_of, ours, steps_of
+from hone.rollout_record import EVALUATOR, kinds_at_close
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure, answered_by_policy
 from hone.workflow.jsonable import as_text
 from hone.workflow.paths import values_at
 from hone.workflow.run import RolloutResult
+
+OnPolicyFailure = Literal["lowest", "drop"] | float
+"""Score of an item that failed because of the model, in an average."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,19 @@ class ItemResult:
             return None
         message = f"item {self.item.id!r} has no generated answer, and the workflow was not run"
         return Failure(type="NoOutput", message=message)
+
+    @property
+    def kind(self) -> str | None:
+        """`policy` or `infrastructure`: why the item has no output; None if it has one."""
+        if self.failure is None:
+            return None
+        failed = self.rollout.failure if self.rollout is not None else None
+        return "infrastructure" if failed is None else failed.kind
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a model answered a call of the item; an output that exists already is an answer."""
+        return self.rollout is None or self.rollout.answered
 
 
 @dataclass(frozen=True)
@@ -150,8 +168,32 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def output_by(name: str, results: Sequence[ItemResult]) -> EvalOutput:
-    """One evaluator's scores of all items; items without an output have an error and no score."""
+def score_failure_kind(score: Score, *, answered: bool) -> Literal["policy", "infrastructure"]:
+    """The kind of a failure to score, before the round closes (`kinds_at_close`)."""
+    return "policy" if answered and not score.is_outside else "infrastructure"
+
+
+def failure_kinds(name: str, results: Sequence[ItemResult]) -> list[str | None]:
+    """Why each item has no score of this evaluator: `policy`, `infrastructure`, or None."""
+    outcomes: list[tuple[str | None, str | None]] = []
+    for result in results:
+        score = result.scores.get(name, Score(None))
+        if result.kind is not None:
+            outcomes.append((result.kind, "rollout"))
+        elif score.value is None:
+            outcomes.append((score_failure_kind(score, answered=result.is_answered), EVALUATOR))
+        else:
+            outcomes.append((None, None))
+    return kinds_at_close(outcomes)
+
+
+def output_by(
+    name: str, results: Sequence[ItemResult], on_policy_failure: OnPolicyFailure = "lowest"
+) -> EvalOutput:
+    """One evaluator's scores of all items; items without an output have an error and no score.
+
+    An item that failed because of the model counts in the average.
+    """
     missing = Score(None)
     scores = []
     for result in results:
@@ -159,7 +201,16 @@ def output_by(name: str, results: Sequence[ItemResult]) -> EvalOutput:
         if result.failure is not None:
             one = Score(None, failure=result.failure)
         scores.append((result.item.id, one))
-    return output_of(scores)
+    output, kinds = output_of(scores), failure_kinds(name, results)
+    for item, kind in zip(output.eval_output_items, kinds, strict=True):
+        item.failure_kind = kind
+    values = [item.score for item in output.eval_output_items if item.score is not None]
+    if failed := kinds.count("policy"):
+        lowest = min([0.0, *values])
+        reward = lowest if isinstance(on_policy_failure, str) else on_policy_failure
+        output.policy_failures, output.failure_reward = failed, reward
+        output.average_score = fmean([*values, *[reward] * failed])
+    return output
 
 
 def usage(results: Sequence[ItemResult], seconds: float) -> dict[str, Any]:
@@ -184,9 +235,14 @@ class EvaluatorSummary:
 
     name: str
     average_score: float | None
+    """Mean of the scores, and of `failure_reward` for each item that failed because of the model."""
     output_file: Path
     failures: int
     """Items with an output that this evaluator could not score."""
+    policy_failures: int = 0
+    """Items that failed because of the model: without an output, or with one that cannot be scored."""
+    failure_reward: float | None = None
+    """Score with which each of those counts in the average; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +250,7 @@ class EvalSummary:
     """The summary that `hone eval` prints."""
 
     status: str
-    """COMPLETED, or INTERRUPTED if an item has no output."""
+    """COMPLETED, or INTERRUPTED if an item has no output for reasons other than the model."""
     seconds: float
     items: int
     failed_items: int
@@ -202,7 +258,9 @@ class EvalSummary:
     evaluators: list[EvaluatorSummary]
     workflow_output_file: Path
     message: str
-    """What failed, and how often; empty if nothing failed."""
+    """What failed for reasons other than the model, and how often; empty if nothing did."""
+    note: str = ""
+    """How often the model failed; empty if it did not."""
 
     @property
     def failed(self) -> bool:
@@ -213,34 +271,53 @@ class EvalSummary:
 def summary_of(
     run: EvaluationRunOutput, output_file: Path, files: Sequence[Path], seconds: float
 ) -> EvalSummary:
-    failures = [result.failure for result in run.results if result.failure is not None]
-    lines = []
-    if failures:
+    total, lines, notes, rows = len(run.results), [], [], []
+    failed = [result for result in run.results if result.failure is not None]
+    interrupted = [result.failure for result in failed if result.kind == "infrastructure"]
+    if interrupted:
         lines.append(
-            f"{len(failures)} of {len(run.results)} items have no output and were not scored; the "
-            f"first: {_first(failures[0])}. {output_file} has them all under `failure`."
+            f"{len(interrupted)} of {total} items have no output and were not scored; the "
+            f"first: {_first(interrupted[0])}. {output_file} has them all under `failure`."
         )
-    rows = []
     for (name, output), file in zip(run.evaluation_results, files, strict=True):
-        scores = [result.scores[name] for result in run.results if name in result.scores]
-        unscored = [score.failure for score in scores if score.failure is not None]
-        rows.append(EvaluatorSummary(name, output.average_score, file, len(unscored)))
-        if unscored:
+        items = zip(output.eval_output_items, run.results, strict=True)
+        unscored = [item for item, result in items if result.failure is None and item.failure]
+        rows.append(
+            EvaluatorSummary(
+                name,
+                output.average_score,
+                file,
+                len(unscored),
+                output.policy_failures,
+                output.failure_reward,
+            )
+        )
+        broken = [item.failure for item in unscored if item.failure_kind == "infrastructure"]
+        if broken:
             lines.append(
-                f"evaluator {name!r} could not score {len(unscored)} of {len(run.results)} items; "
-                f"the first: {_first(unscored[0])}. {file} has them all under `error`."
+                f"evaluator {name!r} could not score {len(broken)} of {total} items; "
+                f"the first: {_first(broken[0])}. {file} has them all under `error`."
+            )
+        if output.policy_failures:
+            by_policy = [i.failure for i in output.eval_output_items if i.failure_kind == "policy"]
+            notes.append(
+                f"evaluator {name!r}: {output.policy_failures} of {total} items failed because of "
+                f"the model; each counts as {output.failure_reward:g} in the average. The first: "
+                f"{_first(by_policy[0])}. {file} has them all under `error`."
             )
     return EvalSummary(
-        status="INTERRUPTED" if failures else "COMPLETED",
+        status="INTERRUPTED" if interrupted else "COMPLETED",
         seconds=seconds,
-        items=len(run.results),
-        failed_items=len(failures),
+        items=total,
+        failed_items=len(failed),
         evaluators=rows,
         workflow_output_file=output_file,
         message="\n".join(lines),
+        note="\n".join(notes),
     )
 
 
-def _first(failure: Failure) -> str:
+def _first(failure: Failure | None) -> str:
+    assert failure is not None, "an item that failed says why"
     line = failure.message.strip().partition("\n")[0].rstrip(".")
     return f"{failure.type}: {line}"

@@ -33,6 +33,8 @@ class RulerConfig(JudgeBaseConfig, name="ruler"):
 class Ruler(BaseEvaluator):
     """Asks a model to compare the rollouts of one example."""
 
+    is_service = True
+
     def __init__(
         self,
         config: RulerConfig,

@@ -29,6 +29,7 @@ from hone.evaluation.base import (
     GroupEvaluator,
     Score,
     score,
+    unscored,
 )
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
 from hone.evaluation.files import FINISHED, OutputDir
@@ -37,6 +38,7 @@ from hone.evaluation.results import (
     EvalSummary,
     EvaluationRunOutput,
     ItemResult,
+    OnPolicyFailure,
     extracted,
     output_by,
     summary_of,
@@ -45,7 +47,6 @@ from hone.evaluation.results import (
 )
 from hone.progress import Progress
 from hone.tally import run_together
-from hone.trajectory import failure_of
 from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function
 from hone.workflow.loop import run_loop
@@ -79,6 +80,8 @@ class Evaluation:
         policy: PolicyCalls | None = None,
         infrastructure_exceptions: Sequence[str] = (),
         prepare: Prepare | None = None,
+        services: Collection[str] = (),
+        on_policy_failure: OnPolicyFailure = "lowest",
     ) -> None:
         """Runs nothing yet.
 
@@ -97,6 +100,8 @@ class Evaluation:
             policy: which calls the trained policy answers; None: all.
             infrastructure_exceptions: classes of exceptions that are never the policy's failure.
             prepare: called with each item between the workflow and the evaluators.
+            services: names of evaluators whose failures are never the policy's.
+            on_policy_failure: score of an item that failed because of the model, in averages.
         """
         self.workflow = workflow
         self.items = list(items)
@@ -108,7 +113,8 @@ class Evaluation:
         self._recorded_calls, self._held_s, self._aliases = recorded_calls, held_s, aliases
         self.policy = policy
         self.infrastructure_exceptions = tuple(infrastructure_exceptions)
-        self._prepare = prepare
+        self._prepare, self._services = prepare, frozenset(services)
+        self._on_policy_failure: OnPolicyFailure = on_policy_failure
         self._slots = asyncio.Semaphore(max_concurrency)
 
     async def run_item(
@@ -229,7 +235,9 @@ class Evaluation:
         return EvaluationRunOutput(
             results=results,
             eval_input=EvalInput(eval_input_items=[result.item for result in results]),
-            evaluation_results=[(name, output_by(name, results)) for name in names],
+            evaluation_results=[
+                (name, output_by(name, results, self._on_policy_failure)) for name in names
+            ],
             workflow_interrupted=any(result.failure is not None for result in results),
             usage_stats=usage(results, time.monotonic() - began),
         )
@@ -253,15 +261,15 @@ class Evaluation:
                 item = await prepared if isinstance(prepared, Awaitable) else prepared
                 _check_item(item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; it is recorded
-                return dict.fromkeys(names, Score(None, failure=failure_of(error)))
+                return dict.fromkeys(names, unscored(error))
         if member is not None:
             member.add(item)
 
         async def one(name: str) -> Score:
-            evaluator = self.evaluators[name]
+            evaluator, is_service = self.evaluators[name], name in self._services
             if member is not None and isinstance(evaluator, GroupEvaluator):
-                return await member.score(name, evaluator, self.timeout_s)
-            return await score(evaluator, item, timeout_s=self.timeout_s)
+                return await member.score(name, evaluator, self.timeout_s, is_service)
+            return await score(evaluator, item, timeout_s=self.timeout_s, is_service=is_service)
 
         return dict(zip(names, await run_together(map(one, names)), strict=True))
 
@@ -282,7 +290,11 @@ async def evaluation(
     Connects to or starts the training server if the document needs one and none is connected.
     """
     general = builder.document.eval.general
-    names = builder.document.eval.evaluators if evaluators is None else evaluators
+    configs, instead = (
+        builder.document.eval.evaluators,
+        builder.document.finetuning.on_policy_failure,
+    )
+    names = configs if evaluators is None else evaluators
     prepare = general.output.custom_pre_eval_process_function if general.output else None
     items = await dataset_items(builder, dataset, reps=reps)
     builder.runs_workflow = not skip_workflow and endpoint is None
@@ -302,6 +314,8 @@ async def evaluation(
         result_json_path=result_json_path,
         timeout_s=timeout_s,
         prepare=None if prepare is None else _prepare(prepare, builder.document.file),
+        services=[name for name in names if configs[name].is_service],
+        on_policy_failure=instead if isinstance(instead, str) else instead.reward,
         **builder.rollout_arguments,
     )
 

@@ -92,6 +92,9 @@ class TrajectoryBuilder(ABC):
         """The training set; set before the first run."""
         self.dropped: Counter[str] = Counter()
         """Counts of what the last `finalize` left out, by reason."""
+        self.failure_reward: float | None = None
+        """Reward that the last `finalize` gave rollouts that failed because of the model; None if it
+        returned none of them."""
         self.num_generations: int | None = None
         """Rollouts per example; None if unknown."""
         self.evaluation_runs: dict[str, list[asyncio.Task[Any]]] = {}
@@ -332,21 +335,23 @@ class Trainer(ABC):
         return {**measured, "epoch": epoch, "dataset_type": "validation"}
 
     def _calculate_validation_metrics(self, eval_output: EvaluationRunOutput) -> dict[str, Any]:
-        """Mean, minimum and maximum of the scores; items without a score are only counted."""
+        """Mean, minimum and maximum of the scores.
+
+        Items that failed because of the model count with `failure_reward`; others without a score
+        are only counted.
+        """
         wanted = None if self.trainer_config.reward is None else self.trainer_config.reward.name
-        items = [
-            item
-            for name, output in eval_output.evaluation_results
-            if name == wanted
-            for item in output.eval_output_items
-        ]
-        scores = [float(item.score) for item in items if isinstance(item.score, int | float)]
+        outputs = [output for name, output in eval_output.evaluation_results if name == wanted]
+        items = [item for output in outputs for item in output.eval_output_items]
+        own = [float(item.score) for item in items if isinstance(item.score, int | float)]
+        failed = [[o.failure_reward or 0.0] * o.policy_failures for o in outputs]
+        scores = [*own, *(reward for rewards in failed for reward in rewards)]
         return {
             "avg_reward": sum(scores) / len(scores) if scores else None,
             "min_reward": min(scores, default=None),
             "max_reward": max(scores, default=None),
             "num_examples": len(scores),
-            "failures": len(items) - len(scores),
+            "failures": len(items) - len(own),
         }
 
     def apply_curriculum_learning(

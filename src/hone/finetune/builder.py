@@ -27,7 +27,7 @@ from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.config.schema import Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
-from hone.evaluation.base import EvalOutputItem
+from hone.evaluation.base import EvalOutputItem, unscored
 from hone.evaluation.run import ItemResult
 from hone.finetune.base import (
     ModelServer,
@@ -47,7 +47,12 @@ from hone.finetune.calls import (
     with_ids,
 )
 from hone.finetune.curriculum import group_by_example
-from hone.finetune.records import append_line, failure_record, reward_or_substitute
+from hone.finetune.records import (
+    append_line,
+    evaluator_failure,
+    failure_record,
+    reward_or_substitute,
+)
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
 from hone.finetune.rollouts import Rollouts
@@ -172,11 +177,13 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         finally:
             del self.evaluation_runs[run_id]
             at = self._rounds.pop(run_id)
-        records = [record for run in runs for record in run]
-        at.rollouts.close(records)
+        records = at.rollouts.close([record for run in runs for record in run])
         examples = [item.id for item in at.rollouts.items]
-        groups, dropped = group_by_example(records, examples, self._smallest)
+        reward = self._failure_reward(records, (meta or {}).get("failure_reward", 0.0))
+        groups, dropped = group_by_example(records, examples, self._smallest, reward)
         self.dropped = at.dropped + dropped
+        failed = any(r.failure_kind == "policy" and r.is_trained for r in records)
+        self.failure_reward = reward if failed else None
         await self._report_unscoped(at, run_id)
         collection = TrajectoryCollection(trajectories=groups, run_id=run_id)
         if self.adapter is None or self.adapter.reads_episodes:
@@ -241,12 +248,14 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         if record.reward is not None:
             record = await self._with_reward(record, result)
         reward, item = reward_or_substitute(record, self._config), result.item
-        if reward is None:
+        lowest = record.failure_kind == "policy" and self._config.on_policy_failure == "lowest"
+        if reward is None and not lowest:
             return record
         try:
             trained = await self.select_calls(record.rollout, item.trajectory)
         except HoneError as error:
-            return _failed(record, "server_error", error)
+            failure = failure_record("infrastructure", "server_error", failure_of(error))
+            return record.model_copy(update={"reward": None, "failure": failure})
         if trained.reason is not None:
             return record.model_copy(update={"reward": reward, "not_trained": trained.reason})
         dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
@@ -274,9 +283,18 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                     "there is no reward"
                 )
         except Exception as error:  # noqa: BLE001  # a plugin may raise anything; it is recorded
-            return _failed(record, "evaluator", error)
+            failure = evaluator_failure(unscored(error), answered=record.answered)
+            return record.model_copy(update={"reward": None, "failure": failure})
         metadata = {"reasoning": plain(score.reasoning)}
         return record.model_copy(update={"reward": reward, "metadata": metadata})
+
+    def _failure_reward(self, records: Sequence[RolloutRecord], before: float) -> float:
+        """Reward of policy failures; `before`: the run's lowest reward before this round, 0 at most."""
+        instead = self._config.on_policy_failure
+        if not isinstance(instead, str):
+            return instead.reward
+        own = [r.reward for r in records if r.failure is None and r.reward is not None]
+        return min([0.0, before, *own])
 
     @property
     def _config(self) -> FinetuneConfig:
@@ -318,8 +336,3 @@ async def art_trajectory_builder(
         trajectory_builder.adapter = await builder.get_trainer_adapter(adapter)
     yield trajectory_builder
     await trajectory_builder.cancel()
-
-
-def _failed(record: RolloutRecord, reason: str, error: Exception) -> RolloutRecord:
-    failure = failure_record("infrastructure", reason, failure_of(error))
-    return record.model_copy(update={"reward": None, "failure": failure})

@@ -25,12 +25,18 @@ from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
-from hone.rollout_record import RolloutRecord
+from hone.rollout_record import EVALUATOR, RolloutRecord
 
 Groups = Sequence[Sequence[Trajectory]]
 T = TypeVar("T")
 POLICY_FAILURES_WARNED = 0.05
-"""Share of dropped policy failures above which there is a warning."""
+"""Share of policy failures above which there is a warning."""
+FAILURES_AT_ONE_LINE = 4
+"""Fewest rollouts of a round that must fail at one line: two or three may be chance, since a policy
+that fails in 40% of its rollouts fails in both of two in one round of six."""
+CRASHES = frozenset({"agent_error", "exit_status", EVALUATOR})
+"""Reasons of failures by any exception of the agent or of the evaluator. Other reasons say what was
+wrong with an answer, such as that it could not be parsed or was too long."""
 MESSAGES_SHOWN = 3
 ROUNDING = 1e-9
 """Tolerance for rounding errors: 0.5 - 0.4 < 0.1, and 0.7 x 10 > 7."""
@@ -221,16 +227,22 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def group_by_example(
-    records: Sequence[RolloutRecord], examples: Sequence[str], smallest: int
+    records: Sequence[RolloutRecord],
+    examples: Sequence[str],
+    smallest: int,
+    failure_reward: float = 0.0,
 ) -> tuple[list[list[Trajectory]], Counter[str]]:
     """One group per example, in order; and counts of what is dropped, by reason.
 
-    Groups of fewer than `smallest` trajectories are dropped.
+    Groups of fewer than `smallest` trajectories are dropped. A failure of the policy that is trained
+    and has no reward yet gets `failure_reward`.
     """
     dropped = Counter[str]()
     by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
     for record in records:
         if record.is_trained:
+            counted = reward_that_counts(record, failure_reward)
+            record = record.model_copy(update={"reward": counted})
             by_example[record.example].append(record)
         elif record.failure is not None:
             dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
@@ -252,12 +264,31 @@ def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
     return trajectory
 
 
+def reward_that_counts(record: RolloutRecord, failure_reward: float) -> float | None:
+    """The reward, or `failure_reward` if the policy failed; None if it says nothing of the policy."""
+    return (
+        failure_reward
+        if record.failure_kind == "policy" and record.reward is None
+        else record.reward
+    )
+
+
 def round_metrics(
-    collected: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
+    collected: TrajectoryCollection,
+    chosen: TrajectoryCollection,
+    percentile: float,
+    records: Sequence[RolloutRecord] = (),
+    failure_reward: float = 0.0,
 ) -> dict[str, Any]:
-    """Metrics of a round; a mean without rollouts is None."""
+    """Metrics of a round; a mean without rollouts is None.
+
+    Rewards of what was collected are those of all `records` of the round that have one, also of
+    rollouts that are not trained; policy failures without a reward count with `failure_reward`.
+    """
+    sent = {(t.metadata or {}).get("rollout") for group in collected.trajectories for t in group}
+    others = [reward_that_counts(r, failure_reward) for r in records if r.rollout not in sent]
     return {
-        **_rewards(collected, ""),
+        **_rewards(collected, "", [reward for reward in others if reward is not None]),
         "num_trajectories": collected.count,
         "num_groups": len(collected.trajectories),
         "filtered_trajectories": chosen.count,
@@ -267,13 +298,16 @@ def round_metrics(
     }
 
 
-def _rewards(collection: TrajectoryCollection, prefix: str) -> dict[str, float | None]:
+def _rewards(
+    collection: TrajectoryCollection, prefix: str, others: Sequence[float] = ()
+) -> dict[str, float | None]:
     rewards = [
         trajectory.reward
         for group in collection.trajectories
         for trajectory in group
         if not (trajectory.metadata or {}).get("from_dataset")
     ]
+    rewards += others
     return {
         f"{prefix}avg_reward": fmean(rewards) if rewards else None,
         f"{prefix}min_reward": min(rewards, default=None),
@@ -296,16 +330,68 @@ def infrastructure_error(
     )
 
 
-def policy_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
-    """The warning about many dropped policy failures; None if there are few."""
-    failed = [r for r in records if r.failure_kind == "policy" and r.reward is None]
-    if len(failed) <= POLICY_FAILURES_WARNED * len(records):
+def failed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """Policy failures by one exception at one line, if more than half of the round is; else none."""
+    places: dict[tuple[str, str], list[RolloutRecord]] = {}
+    for record in records:
+        if record.failure_kind == "policy" and record.failure and record.failure.place:
+            at = record.failure.type, record.failure.place
+            places.setdefault(at, []).append(record)
+    most = max(places.values(), key=len, default=[])
+    enough = len(most) >= FAILURES_AT_ONE_LINE and 2 * len(most) > len(records)
+    return most if enough else []
+
+
+def crashed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """As `failed_at_one_line`, for exceptions that point to a bug; training can mend the others."""
+    failed = failed_at_one_line(records)
+    kinds = {(r.failure.reason, r.failure.type) for r in failed if r.failure}
+    mended = any(reason not in CRASHES or type == "PolicyFailure" for reason, type in kinds)
+    return [] if mended else failed
+
+
+def crash_error(records: Sequence[RolloutRecord], *, where: str) -> str | None:
+    """The error for a round of which more than half crashed at one line; None for other rounds."""
+    failed = crashed_at_one_line(records)
+    if not failed or failed[-1].failure is None:
         return None
+    failure = failed[-1].failure
     return (
-        f"{where}: {len(failed)} of {len(records)} rollouts failed because of the model "
-        f"({reasons(failed)}) and were dropped. Dropping them rewards them: set "
-        "finetuning.on_policy_failure: {reward: 0.0}, or whatever such a failure is worth.\n"
-        f"{_last(failed)}"
+        f"{where}: {len(failed)} of {len(records)} rollouts failed with the same exception at the "
+        f"same line, {failure.place}: {failure.type}: {failure.message}\n"
+        "That is a bug there, not a mistake that training can mend. Fix it and run the same command "
+        "again: these rollouts are run again, the others are kept. If the code had to change, add "
+        "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
+        "rollouts are trained on."
+    )
+
+
+def policy_warning(
+    records: Sequence[RolloutRecord], *, where: str, dropped: bool = False
+) -> str | None:
+    """The warning about many policy failures; None if there are few, or if they have a reward.
+
+    `dropped`: they are not trained on.
+    """
+    by_policy = [r for r in records if r.failure_kind == "policy"]
+    failed = [r for r in by_policy if r.reward is None]
+    at_one_line = failed_at_one_line(records)
+    if len(failed) <= POLICY_FAILURES_WARNED * len(records) and not at_one_line:
+        return None
+    instead = ""
+    if dropped:
+        instead = (
+            " They were dropped, and dropping them rewards failing: without "
+            "finetuning.on_policy_failure: drop they are trained on with the lowest reward."
+        )
+    elif failed:
+        instead = " They count with the run's lowest reward, which is 0 at most."
+    place = ""
+    if at_one_line and (failure := at_one_line[-1].failure):
+        place = f" {len(at_one_line)} of them failed with {failure.type} at {failure.place}."
+    return (
+        f"{where}: {len(by_policy)} of {len(records)} rollouts failed because of the model "
+        f"({reasons(by_policy)}).{instead}{place}\n{_last(by_policy)}"
     )
 
 

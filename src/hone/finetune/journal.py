@@ -31,7 +31,14 @@ from hone.finetune.fingerprint import differences
 from hone.finetune.records import event_fields, trajectory_of
 from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
-from hone.rollout_record import RolloutRecord, Split, file_name
+from hone.rollout_record import (
+    EVALUATOR,
+    FailureRecord,
+    RolloutRecord,
+    Split,
+    at_close,
+    file_name,
+)
 from hone.types import Strict
 
 RUN_FILE = "run.json"
@@ -135,14 +142,14 @@ class Journal:
             _index(self._indexed[1], record)
 
     def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
-        """Finished rollouts in order; for one that was run again, only the last record."""
+        """Finished rollouts in order, as they are `at_close`; of each the last record only."""
         path = self._rollouts(split, epoch)
         if self._indexed is None or self._indexed[0] != path:
             rounds: dict[int, Rollouts] = {}
             for record in read_records(path):
                 _index(rounds, record)
             self._indexed = path, rounds
-        return list(self._indexed[1].get(round, {}).values())
+        return at_close(list(self._indexed[1].get(round, {}).values()))
 
     def finished(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
         """Rollouts that need not be run again.
@@ -258,15 +265,21 @@ async def run_recorded(
 ) -> RolloutRecord:
     """Run a rollout, retry infrastructure failures, and write its event and its record.
 
+    The record has the failures of all attempts.
+
     `place`: arguments of `rollout_id` besides the run and the retry.
     """
     record = await run(rollout_id(run_id, **place))
+    failed: list[FailureRecord] = []
     for retry in range(1, retries + 1):
         failure = record.failure
         # Running the agent again does not fix an evaluator.
-        if not failure or failure.kind == "policy" or failure.reason == "evaluator":
+        if not failure or failure.kind == "policy" or failure.reason == EVALUATOR:
             break
+        failed.append(failure)
         record = await run(rollout_id(run_id, **place, retry=retry))
+    if failed:
+        record = record.model_copy(update={"retries": failed})
     # The event first: after a kill in between, the rollout is run again and the later event counts.
     # In the opposite order, a resumed run would lack the event.
     if events is not None:

@@ -13,9 +13,16 @@ from hone.capture.base import SeenCall
 from hone.config.schema import FinetuneConfig
 from hone.disk import append_lines
 from hone.evaluation.base import Score
-from hone.evaluation.run import ItemResult
+from hone.evaluation.results import ItemResult, score_failure_kind
 from hone.finetune.types import Trajectory
-from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, Split, StepRecord
+from hone.rollout_record import (
+    EVALUATOR,
+    CallRecord,
+    FailureRecord,
+    RolloutRecord,
+    Split,
+    StepRecord,
+)
 from hone.types import Failure
 from hone.workflow.jsonable import plain
 from hone.workflow.run import RolloutResult
@@ -100,10 +107,11 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
 
 
 def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
-    """The record's reward, or that of `on_policy_failure`; None if it is dropped."""
+    """The record's reward, or that of `on_policy_failure`; None if it has none, or none yet."""
     if record.failure_kind != "policy":
         return record.reward
-    return None if config.on_policy_failure == "drop" else config.on_policy_failure.reward
+    instead = config.on_policy_failure
+    return None if isinstance(instead, str) else instead.reward
 
 
 def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> None:
@@ -118,6 +126,13 @@ def failure_record(kind: str, reason: str, failure: Failure) -> FailureRecord:
     return FailureRecord.model_validate(fields)
 
 
+def evaluator_failure(score: Score, *, answered: bool) -> FailureRecord:
+    """Why a rollout could not be scored. `answered`: the policy answered a call of the rollout."""
+    assert score.failure is not None, score
+    kind = score_failure_kind(score, answered=answered)
+    return failure_record(kind, EVALUATOR, score.failure)
+
+
 def _failure(
     result: ItemResult, ran: RolloutResult, reward_name: str | None
 ) -> FailureRecord | None:
@@ -125,11 +140,9 @@ def _failure(
         return failure_record(ran.failure.kind, ran.failure.reason, ran.failure.failure)
     if reward_name is None:
         return None
-    score = result.scores.get(reward_name, Score(None))
-    if score.value is not None:
-        return None
-    unscored = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
-    return failure_record("infrastructure", "evaluator", score.failure or unscored)
+    none = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
+    score = result.scores.get(reward_name, Score(None, failure=none, is_outside=True))
+    return None if score.value is not None else evaluator_failure(score, answered=ran.answered)
 
 
 def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from hone.errors import RolloutError
 from hone.evaluation.base import EvalInputItem
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
-from hone.finetune.curriculum import Curriculum, none_collected
+from hone.finetune.curriculum import Curriculum, crashed_at_one_line, none_collected
 from hone.finetune.journal import Journal
 from hone.report.history import History, Validation
 from hone.report.text import counted
@@ -187,9 +187,10 @@ def known_rollouts(
 ) -> dict[tuple[str, int], RolloutRecord]:
     """Rollouts of a round that are not run again, by example and generation.
 
-    A rollout that can be trained is never run again. One that failed because of the model, or gave
-    nothing to train on, is kept too, unless the whole round gave nothing and its epoch failed: the
-    run would then fail again with the same rollouts, whatever was fixed meanwhile.
+    A rollout that can be trained is not run again. One that failed because of the model, or gave
+    nothing to train on, is kept too. If the epoch failed, two kinds are run again: rollouts that
+    crashed at one line, which stopped the run; and all that were not trained, if the whole round
+    gave nothing. The run would otherwise fail again, whatever was fixed meanwhile.
 
     Args:
         journal: has the finished rollouts.
@@ -200,10 +201,16 @@ def known_rollouts(
         failed_before: whether the epoch failed in an earlier start.
     """
     known = journal.finished("train", epoch, round)
+    if not failed_before:
+        return known
     ended = journal.records("train", epoch, round)
-    if failed_before and gave_nothing(ended, set(wanted), smallest):
-        return {place: record for place, record in known.items() if record.is_trained}
-    return known
+    crashed = {(record.example, record.generation) for record in crashed_at_one_line(ended)}
+    nothing = gave_nothing(ended, set(wanted), smallest)
+    return {
+        place: record
+        for place, record in known.items()
+        if place not in crashed and (record.is_trained or not nothing)
+    }
 
 
 def gave_nothing(

@@ -9,7 +9,7 @@ reward, which requires the whole group. Until then it is in the unscored file, s
 does not sample it again.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -31,7 +31,7 @@ from hone.event_log import EventLog
 from hone.finetune.calls import EVALUATION
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import record_of
-from hone.rollout_record import RolloutRecord, Split
+from hone.rollout_record import RolloutRecord, Split, at_close
 from hone.workflow.failure import answered_by_policy
 from hone.workflow.jsonable import dumps
 from hone.workflow.run import RolloutResult
@@ -129,15 +129,17 @@ class Rollouts:
             if item.id in self._groups:
                 self._groups[item.id].leave(generation)
 
-    def close(self, records: Iterable[RolloutRecord]) -> None:
-        """Remove the file of unscored rollouts, unless one of them would be run again.
+    def close(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+        """The records after all rollouts ended: now it is known which outputs no evaluator scores.
 
-        A rollout that is run again in a later start is compared with those that have a reward, and
-        only this file has them whole.
+        Removes the file of unscored rollouts, unless one of them would be run again: it is then
+        compared with those that have a reward, and only this file has them whole.
         """
-        again = any(record.failure_kind == "infrastructure" for record in records)
+        closed = at_close(records)
+        again = any(record.failure_kind == "infrastructure" for record in closed)
         if self._unscored is not None and not again:
             self._unscored.unlink(missing_ok=True)
+        return closed
 
     async def _run_item(
         self, item: EvalInputItem, generation: int, rollout: str, options: dict[str, Any]

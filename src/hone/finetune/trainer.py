@@ -36,7 +36,13 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import infrastructure_error, num_flat, policy_warning, round_metrics
+from hone.finetune.curriculum import (
+    crash_error,
+    infrastructure_error,
+    num_flat,
+    policy_warning,
+    round_metrics,
+)
 from hone.finetune.journal import Journal, Submission
 from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
@@ -224,6 +230,7 @@ class ARTTrainer(Trainer):
             "journal": self.journal,
             "session": self.journal.session,
             "failed_before": self.state.has_failed(epoch),
+            "failure_reward": self.state.history.training_failure_reward,
             "events": self.events,
             "trainer_config": self.trainer_config,
         }
@@ -241,7 +248,10 @@ class ARTTrainer(Trainer):
         allowed = self._config.max_infrastructure_failures
         if error := infrastructure_error(records, where=where, allowed=allowed):
             raise RolloutError(error)
-        if warning := policy_warning(records, where=where):
+        if error := crash_error(records, where=where):
+            raise RolloutError(error)
+        dropped = self._config.on_policy_failure == "drop"
+        if warning := policy_warning(records, where=where, dropped=dropped):
             self._warn(warning)
         return collection
 
@@ -263,12 +273,15 @@ class ARTTrainer(Trainer):
         self._curriculum_state = self._curriculum.state
         state = self.get_curriculum_state() if self._curriculum.config.enabled else None
         percentile = state["current_percentile"] if state else 1.0
+        records = self.journal.records("train", epoch, round)
+        reward = self.state.history.training_failure_reward
         return Submission(
             collection=chosen.model_copy(update={"metadata": {**place, **plan}}),
             collected={
                 **place,
                 "step": self._step,
-                "metrics": round_metrics(collection, chosen, percentile),
+                "metrics": round_metrics(collection, chosen, percentile, records, reward),
+                "failure_reward": self._builder.failure_reward,
                 "dropped": dict(self._builder.dropped),
                 "zero_variance_groups": flat,
                 "curriculum_state": state,

@@ -20,7 +20,7 @@ from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.base import TrainerAdapter
-from hone.finetune.curriculum import infrastructure_error
+from hone.finetune.curriculum import crash_error, infrastructure_error
 from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
 from hone.finetune.resume import RunState
@@ -86,7 +86,7 @@ class Validator:
         records = await run_together(
             rollouts.run(item, rep, self._finish, **options) for item in items for rep in reps
         )
-        rollouts.close(records)
+        records = rollouts.close(records)
         after = f"validation after {counted(epoch, 'epoch')}"
         where = f"final validation of step {step}" if final else after
         outcome = self._outcome(records, where)
@@ -119,8 +119,12 @@ class Validator:
         policy_failures = Counter(r.example for r in records if r.failure_kind == "policy")
         instead, allowed = self.config.on_policy_failure, self.config.max_infrastructure_failures
         scored = [record.reward for record in records if record.reward is not None]
-        if instead == "drop":
+        if isinstance(instead, str):
             scored += [self.state.history.failure_reward] * policy_failures.total()
+        # A trained policy that crashes its agent is a result, so a validation only warns.
+        if crash := crash_error(records, where=where):
+            log.warning("%s", crash)
+            self.events.append("warning", message=crash)
         error = infrastructure_error(records, where=where, allowed=allowed)
         if error is not None:
             scored = []
@@ -133,7 +137,7 @@ class Validator:
             "num_examples": len(rewards),
             "failures": sum(record.reward is None for record in records),
             "policy_failures": dict(policy_failures),
-            "on_policy_failure": instead if instead == "drop" else instead.reward,
+            "on_policy_failure": instead if isinstance(instead, str) else instead.reward,
             "rewards": rewards,
             "error": error,
         }
@@ -157,7 +161,7 @@ class Validator:
     async def send(self) -> None:
         """Send the backend every validated step's reward that it does not have yet.
 
-        Under `drop` a failure of the model counts as the run's lowest reward. Where that fell, the
+        Under `lowest` and `drop`, a failure of the model counts as the run's lowest reward. Where that fell, the
         rewards of earlier steps have changed.
         """
         validations = [v for v in self.state.history.validations if v.mean is not None]

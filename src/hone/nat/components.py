@@ -102,7 +102,8 @@ async def _evaluator(
     toolkit = await toolkit_of(builder)
     evaluators = builder.document.eval.evaluators
     name = next(key for key, held in evaluators.items() if held is config)
-    yield ToolkitEvaluator(await toolkit.evaluator(name))
+    asks_model = any("llm" in key and value for key, value in (config.model_extra or {}).items())
+    yield ToolkitEvaluator(await toolkit.evaluator(name), is_service=asks_model)
 
 
 async def _llm(config: ToolkitLLMConfig, builder: Builder) -> AsyncIterator[LLM]:

@@ -24,13 +24,14 @@ from hone.evaluation.steps import all_steps
 class ToolkitEvaluator:
     """Scores one item at a time with the toolkit's evaluator."""
 
-    def __init__(self, info: Any) -> None:
+    def __init__(self, info: Any, *, is_service: bool = False) -> None:
         if not callable(getattr(info, "evaluate_fn", None)):
             raise ConfigError(
                 "has no evaluate_fn: it evaluates the trajectory format ATIF only, which is not in "
                 "this version of hone"
             )
         self._evaluate = info.evaluate_fn
+        self.is_service = is_service
 
     async def evaluate_item(self, item: hone.EvalInputItem) -> hone.EvalOutputItem:
         """The score of one item; an exception of the evaluator is a failure, never a zero."""

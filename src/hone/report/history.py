@@ -8,10 +8,10 @@ trained. Times are the exception: all of them are added up.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from hone.events import (
     EpochCollected,
@@ -30,6 +30,16 @@ from hone.events import (
     ValidationResult,
     WarningLogged,
 )
+from hone.rollout_record import kinds_at_close
+
+
+class Ended(NamedTuple):
+    """How a training rollout ended, as its event says."""
+
+    reward: float | None
+    kind: str | None
+    """`policy` or `infrastructure`; None on success."""
+    reason: str | None
 
 
 @dataclass(slots=True)
@@ -39,10 +49,10 @@ class Round:
     epoch: int
     index: int = 0
     of: int = 1
-    rewards: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Rewards by example and generation."""
-    failures: dict[tuple[str, int], str] = field(default_factory=dict)
-    """`kind: reason`, by example and generation."""
+    ended: dict[tuple[str, int], Ended] = field(default_factory=dict)
+    """How each rollout ended, by example and generation."""
+    failure_reward: float = 0.0
+    """Reward of policy failures without one of their own: the run's `training_failure_reward`."""
     collected: EpochCollected | None = None
     submitted: JobSubmitted | None = None
     job: JobDone | JobFailed | None = None
@@ -51,6 +61,29 @@ class Round:
     def trained(self) -> float:
         """Epochs that the sampled policy was trained for: its place on an axis."""
         return self.epoch + self.index / max(self.of, 1)
+
+    @property
+    def rewards(self) -> dict[tuple[str, int], float]:
+        """Rewards that count, by example and generation: policy failures count too."""
+        rewards = {}
+        for place, reward, kind, _ in self._closed():
+            if reward is None and kind == "policy":
+                reward = self.failure_reward
+            if reward is not None and kind != "infrastructure":
+                rewards[place] = reward
+        return rewards
+
+    @property
+    def failures(self) -> dict[tuple[str, int], str]:
+        """`kind: reason`, by example and generation."""
+        return {place: f"{kind}: {reason}" for place, _, kind, reason in self._closed() if kind}
+
+    def _closed(self) -> Iterator[tuple[tuple[str, int], float | None, str | None, str]]:
+        """Place, reward, and kind and reason of the failure of each rollout."""
+        ended = tuple(self.ended.items())  # a copy: the display reads in its own thread
+        kinds = kinds_at_close((one.kind, one.reason) for _, one in ended)
+        for (place, one), kind in zip(ended, kinds, strict=True):
+            yield place, one.reward, kind, one.reason or "unknown"
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -77,7 +110,7 @@ class Round:
 
     @property
     def by_example(self) -> dict[str, list[float]]:
-        """Rewards by example."""
+        """Rewards that count, by example."""
         groups: dict[str, list[float]] = {}
         for (example, _), reward in self.rewards.items():
             groups.setdefault(example, []).append(reward)
@@ -89,7 +122,7 @@ class Validation:
     """One pass over the held-out examples.
 
     A rollout that failed because of the model counts: with the reward that the configuration gives
-    it, or under `drop` with the run's `failure_reward`. A rollout that failed because of its
+    it, or under `lowest` and `drop` with the run's `failure_reward`. A rollout that failed because of its
     environment does not count.
     """
 
@@ -114,11 +147,11 @@ class Validation:
 
     @classmethod
     def of(cls, result: ValidationResult, failure_reward: float) -> Self:
-        """`failure_reward`: reward of a policy failure under `drop`."""
-        failed, dropped = result.policy_failures or {}, result.on_policy_failure == "drop"
-        reward = failure_reward if dropped else float(result.on_policy_failure)
+        """`failure_reward`: reward of a policy failure under `lowest` and `drop`."""
+        failed, instead = result.policy_failures or {}, result.on_policy_failure
+        reward = failure_reward if isinstance(instead, str) else instead
         rewards = {e: [r for r in all_ if r is not None] for e, all_ in result.rewards.items()}
-        if dropped:
+        if isinstance(instead, str):
             for example, n in failed.items():
                 rewards.setdefault(example, []).extend([reward] * n)
         counted = [r for all_ in rewards.values() for r in all_]
@@ -183,11 +216,22 @@ class History:
         self.phases = dict.fromkeys(PHASE_AFTER.values(), 0.0)
         """Seconds by phase, over all sessions; the time between sessions does not count."""
         self.failure_reward = 0.0
-        """Reward of a policy failure in validations under `drop`.
+        """Reward of a policy failure in validations under `lowest` and `drop`.
 
         It is the smaller of 0 and the lowest reward of the run. It can fall as the run goes on; all
         validations are then counted again, so that they can be compared.
         """
+        self.training_failure_reward = 0.0
+        """The same for training rollouts: the smaller of 0 and their lowest reward so far."""
+        self.attempts = self.validation_attempts = 0
+        """Attempts to run a training rollout, or one of a validation; retries included."""
+        self.retried: Counter[str] = Counter()
+        """Failed attempts of training rollouts that were run again, by `kind: reason`; at once, or
+        in a later session."""
+        self.validation_retried: Counter[str] = Counter()
+        """The same for rollouts of validations."""
+        self._failed: dict[tuple[str, int, int, str, int], str] = {}
+        """Failures of rollouts, by split, epoch, round, example and generation."""
         self._rounds: dict[int, dict[int, Round]] = {}
         self._results: dict[tuple[bool, int, int | None], ValidationResult] = {}
         self._validations: dict[tuple[bool, int, int | None], Validation] = {}
@@ -253,7 +297,7 @@ class History:
         return [epoch for epoch in sorted(self._rounds) if self.rounds_of(epoch)]
 
     def rewards(self, epoch: int) -> dict[str, list[float]]:
-        """Training rewards of an epoch, by example."""
+        """Training rewards of an epoch that count, by example."""
         rewards: dict[str, list[float]] = {}
         for r in self.rounds_of(epoch):
             for example, values in r.by_example.items():
@@ -267,7 +311,7 @@ class History:
 
     @property
     def failures(self) -> Counter[str]:
-        """Training rollouts that failed, by `kind: reason`."""
+        """Training rollouts whose last attempt failed, by `kind: reason`."""
         return Counter(why for r in self.rounds for why in r.failures.values())
 
     @property
@@ -321,18 +365,36 @@ class History:
         self.rollouts += 1
         self.calls += event.calls or 0
         self.tokens += event.tokens or 0
+        self._count_attempts(event)
         training, held_out = self.run.evaluators
         if event.split != "train" or training == held_out:
             self._lower_failure_reward([event.reward])
         if event.split != "train":
             return
         r, key = self._round(event), (event.example, event.generation)
-        r.rewards.pop(key, None)
-        r.failures.pop(key, None)
-        if event.reward is not None:
-            r.rewards[key] = event.reward
+        r.ended[key] = Ended(event.reward, event.failure_kind, event.failure_reason)
+        lowest = self.training_failure_reward
+        if event.failure_kind is None and event.reward is not None and event.reward < lowest:
+            self.training_failure_reward = event.reward
+            for rounds in self._rounds.values():
+                for one in rounds.values():
+                    one.failure_reward = event.reward
+
+    def _count_attempts(self, event: RolloutDone) -> None:
+        """Count the attempts of a rollout, and the failed ones that were run again."""
+        place = event.split, event.epoch, event.round, event.example, event.generation
+        again = [*event.retried]
+        if (before := self._failed.pop(place, None)) is not None:
+            again.append(before)  # in an earlier session
         if event.failure_kind:
-            r.failures[key] = f"{event.failure_kind}: {event.failure_reason or 'unknown'}"
+            reason = event.failure_reason or "unknown"
+            self._failed[place] = f"{event.failure_kind}: {reason}"
+        if event.split == "train":
+            self.attempts += 1 + len(event.retried)
+            self.retried.update(again)
+        else:
+            self.validation_attempts += 1 + len(event.retried)
+            self.validation_retried.update(again)
 
     def _lower_failure_reward(self, rewards: Iterable[float | None]) -> None:
         """`rewards` are from the evaluator of the validations."""
@@ -344,4 +406,5 @@ class History:
 
     def _round(self, event: RoundEvent) -> Round:
         rounds = self._rounds.setdefault(event.epoch, {})
-        return rounds.setdefault(event.round, Round(event.epoch, event.round))
+        new = Round(event.epoch, event.round, failure_reward=self.training_failure_reward)
+        return rounds.setdefault(event.round, new)
