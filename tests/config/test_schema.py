@@ -229,7 +229,8 @@ def test_numbers_are_finite_and_not_booleans(write: Write):
 
 def test_a_union_is_one_problem(write: Write):
     assert problems(write("finetuning:\n  on_policy_failure: drp\n")) == [
-        "a.yml:2: finetuning.on_policy_failure: got 'drp'; expected 'drop' or a block of keys"
+        "a.yml:2: finetuning.on_policy_failure: got 'drp'; expected 'lowest' or 'drop' or a "
+        "block of keys"
     ]
     assert problems(write("finetuning:\n  on_policy_failure: {rewrd: 1}\n")) == [
         "a.yml:2: finetuning.on_policy_failure.reward: is missing",
@@ -283,7 +284,7 @@ def test_defaults_are_those_of_the_seed_documents():
 def test_defaults_of_what_hone_adds():
     run = FinetuneConfig()
     assert (run.seed, run.resume, run.keep_checkpoints) == (0, "auto", None)
-    assert (run.min_group_size, run.on_policy_failure) == (2, "drop")
+    assert (run.min_group_size, run.on_policy_failure) == (2, "lowest")
     assert (run.max_infrastructure_failures, run.rollout_retries) == (0.2, 1)
     assert (run.rollout_timeout_s, run.job_timeout_s) == (600.0, 86400.0)
     assert run.validation.model_dump() == {"greedy": False, "reps": 1}

@@ -26,6 +26,7 @@ finetuning:
   trajectory_builder: b
   trainer_adapter: a
   reward_function: {{name: length}}
+  on_policy_failure: drop
   output_dir: out
 """
 AGENT = """
@@ -35,7 +36,11 @@ from hone.errors import PolicyFailure
 
 async def run(question, llm):
     answer = await llm.chat([{"role": "user", "content": question}])
-    if not Path("fixed").exists():
+    runs = Path("runs")
+    with runs.open("a") as file:
+        file.write(".")
+    # The first two are preflight's.
+    if not Path("fixed").exists() and len(runs.read_text()) > 2:
         raise PolicyFailure("cannot be parsed", reason="unparseable")
     return answer.choices[0].message.content or ""
 

@@ -24,13 +24,16 @@ from hone.evaluation.run import EvalSummary, evaluate, evaluation
 
 AGENT = """
 import hone
+from hone.errors import PolicyFailure
 
 async def ask(input, llm):
     answer = await llm.chat([{"role": "user", "content": input}])
     text = answer.choices[0].message.content
     hone.step("asked", value=1.0)
     if text == "crash":
-        raise RuntimeError("the tool is broken")
+        raise ConnectionError("the tool is broken")
+    if text == "lost":
+        raise PolicyFailure("no move")
     return text
 
 def reward(output, expected, bonus=0):
@@ -174,24 +177,61 @@ async def test_the_configuration_is_written_and_keys_are_not(
 async def test_failures_are_named_and_counted_and_fail_the_command(
     endpoint: tuple[Endpoint, str], bench: Workbench
 ):
-    says(endpoint, "a0", "crash", "odd")
+    says(endpoint, "odd", "crash", "odd")
     summary = await bench.evaluate()
     assert (summary.status, summary.failed_items, summary.failed) == ("INTERRUPTED", 1, True)
     exact, mine = summary.evaluators
-    # Of the two that answered, one is right; `mine` could score only that one.
-    assert (exact.average_score, exact.failures) == (0.5, 0)
-    assert (mine.average_score, mine.failures) == (1.0, 1)
+    # Both that answered are wrong; `mine` could score neither, so it is to blame.
+    assert (exact.average_score, exact.failures) == (0.0, 0)
+    assert (mine.average_score, mine.failures, mine.policy_failures) == (None, 2, 0)
     first, second = summary.message.splitlines()
     assert first.startswith(
-        "1 of 3 items have no output and were not scored; the first: RuntimeError: the tool is broken."
+        "1 of 3 items have no output and were not scored; the first: ConnectionError: the tool is "
+        "broken."
     )
     assert second.startswith(
-        "evaluator 'mine' could not score 1 of 3 items; the first: ValueError: cannot judge odd."
+        "evaluator 'mine' could not score 2 of 3 items; the first: ValueError: cannot judge odd."
     )
-    assert [i["error"] for i in bench.written("mine_output.json")["eval_output_items"]] == [
-        *(None, "RuntimeError: the tool is broken", "ValueError: cannot judge odd"),
+    written = bench.written("mine_output.json")["eval_output_items"]
+    assert [item["error"] for item in written] == [
+        "ValueError: cannot judge odd",
+        "ConnectionError: the tool is broken",
+        "ValueError: cannot judge odd",
     ]
+    assert [item["failure"] for item in written] == [{"kind": "infrastructure"}] * 3
     assert bench.written("workflow_output.json")[1]["failure"]["kind"] == "infrastructure"
+
+
+@pytest.mark.parametrize(
+    ("instead", "reward"), [("lowest", -1.0), ("drop", -1.0), ({"reward": 0.5}, 0.5)]
+)
+async def test_failures_of_the_model_count_in_the_average_and_the_command_succeeds(
+    endpoint: tuple[Endpoint, str], bench: Workbench, instead: Any, reward: float
+):
+    bench.config["finetuning"] = {"on_policy_failure": instead}
+    bench.config["eval"]["evaluators"]["mine"]["args"] = {"bonus": -1}
+    says(endpoint, "wrong", "lost", "odd")
+    summary = await bench.evaluate()
+    # The model gave no move on one item, and an output that `mine` cannot score on another.
+    assert (summary.status, summary.failed_items, summary.failed) == ("COMPLETED", 1, False)
+    exact, mine = summary.evaluators
+    # exact: 0, 0 and the failure, at the smaller of 0 and the lowest score, 0.
+    assert exact.average_score == pytest.approx(0.5 / 3 if reward == 0.5 else 0.0)
+    assert (exact.policy_failures, exact.failures) == (1, 0)
+    # mine: -1 for the wrong answer, and two failures at the lowest score, -1, or at 0.5.
+    assert mine.average_score == pytest.approx((-1 + 2 * reward) / 3)
+    assert (mine.policy_failures, mine.failures, mine.failure_reward) == (2, 1, reward)
+    assert summary.message == "" and summary.note.splitlines()[1].startswith(
+        f"evaluator 'mine': 2 of 3 items failed because of the model; each counts as {reward:g} in "
+        "the average. The first: PolicyFailure: no move."
+    )
+    written = bench.written("mine_output.json")
+    assert (written["policy_failures"], written["failure_reward"]) == (2, reward)
+    assert [item["score"] for item in written["eval_output_items"]] == [-1.0, None, None]
+    assert [item.get("failure") for item in written["eval_output_items"]] == [
+        *(None, {"kind": "policy"}, {"kind": "policy"})
+    ]
+    assert bench.written("workflow_output.json")[1]["failure"]["kind"] == "policy"
 
 
 async def test_an_evaluation_that_cannot_begin_leaves_the_files_of_the_last_one(

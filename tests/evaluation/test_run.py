@@ -64,7 +64,7 @@ async def test_items_are_run_and_scored_in_order():
 async def test_a_failed_rollout_is_scored_by_nobody():
     async def picky(input: str) -> str:
         if input == "bad":
-            raise ZeroDivisionError("of course")
+            raise ConnectionError("of course")
         if input == "worse":
             raise PolicyFailure("no call", reason="unparseable")
         return input
@@ -75,11 +75,15 @@ async def test_a_failed_rollout_is_scored_by_nobody():
     assert kinds == [None, "infrastructure", "policy"]
     assert [r.scores for r in ended.results[1:]] == [{}, {}]
     output = dict(ended.evaluation_results)["exact"]
-    # The mean is of what was scored: the one that answered.
-    assert output.average_score == 1.0
+    # Of what was scored, 1, and of the failure of the policy, which counts as 0.
+    assert (output.average_score, output.policy_failures, output.failure_reward) == (0.5, 1, 0.0)
+    assert [one.score for one in output.eval_output_items] == [1.0, None, None]
+    assert [one.failure_kind for one in output.eval_output_items] == [
+        *(None, "infrastructure", "policy")
+    ]
     assert [one.error for one in output.eval_output_items] == [
         None,
-        "ZeroDivisionError: of course",
+        "ConnectionError: of course",
         "PolicyFailure: no call",
     ]
 

@@ -48,18 +48,31 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
         assert w.builder.dropped == {"infrastructure/connection": 2}
 
 
-async def test_an_evaluator_that_fails_is_no_zero_and_no_second_rollout(
+async def test_an_evaluator_that_raises_on_one_output_only_is_the_policys_failure(
     server: LocalBackend, tiny_model: Path
 ):
     async with world(server, tiny_model) as w:
         w.bind(w.say, ["one", "two"], Length(bad=("e1",)))
         collection = await w.collect()
-        assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0"]
-        assert w.builder.dropped == {"infrastructure/evaluator": 2}
+        assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
+        # Lengths are positive, so the smaller of 0 and the lowest reward is 0.
+        assert [t.reward for t in collection.trajectories[1]] == [0.0, 0.0]
+        assert all(len(metadata(t)["calls"]) == 1 for t in collection.trajectories[1])
+        assert w.builder.dropped == {} and w.builder.failure_reward == 0.0
         assert w.ran == {"one": 2, "two": 2}
 
 
-@pytest.mark.parametrize("policy", ["drop", {"reward": -1.0}])
+async def test_an_evaluator_that_scores_nothing_is_no_zero_and_no_second_rollout(
+    server: LocalBackend, tiny_model: Path
+):
+    async with world(server, tiny_model) as w:
+        w.bind(w.say, ["one", "two"], Length(bad=("e0", "e1")))
+        assert (await w.collect()).trajectories == []
+        assert w.builder.dropped == {"infrastructure/evaluator": 4}
+        assert w.ran == {"one": 2, "two": 2}
+
+
+@pytest.mark.parametrize("policy", ["drop", "lowest", {"reward": -1.0}])
 async def test_failures_of_the_policy(server: LocalBackend, tiny_model: Path, policy: Any):
     async with world(server, tiny_model, on_policy_failure=policy) as w:
 
@@ -77,7 +90,8 @@ async def test_failures_of_the_policy(server: LocalBackend, tiny_model: Path, po
         else:
             assert w.builder.dropped == {}
             [group] = collection.trajectories
-            assert sorted(t.reward for t in group)[0] == -1.0
+            lowest = 0.0 if policy == "lowest" else -1.0
+            assert sorted(t.reward for t in group)[0] == lowest == w.builder.failure_reward
             assert all(len(metadata(t)["calls"]) == 1 for t in group)
 
 
@@ -189,7 +203,7 @@ async def test_rollouts_that_gave_nothing_are_not_run_again_and_say_why_again(
 async def test_a_round_that_came_to_nothing_is_run_anew(
     server: LocalBackend, tiny_model: Path, tmp_path: Path
 ):
-    async with world(server, tiny_model) as w:
+    async with world(server, tiny_model, on_policy_failure="drop") as w:
         broken = True
 
         async def agent(question: str) -> str:

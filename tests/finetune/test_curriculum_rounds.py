@@ -64,8 +64,12 @@ def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
 def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward():
     good = [record()] * 19
     assert policy_warning([*good, record("policy", "length")], where="epoch 1") is None
-    message = policy_warning([*good[:18], *[record("policy", "length")] * 2], where="epoch 1")
+    failed = [*good[:18], *[record("policy", "length")] * 2]
+    message = policy_warning(failed, where="epoch 1")
     assert message is not None and "2 of 20" in message and "length: 2" in message
+    assert "the run's lowest reward" in message and "on_policy_failure" not in message
+    dropped = policy_warning(failed, where="epoch 1", dropped=True)
+    assert dropped is not None and "dropping them rewards failing" in dropped
     assert message.endswith("\n  E: length")  # what was raised: it may be a mistake of the agent's
     worth = record("policy", "length").model_copy(update={"reward": 0.0})
     assert policy_warning([worth] * 20, where="epoch 1") is None

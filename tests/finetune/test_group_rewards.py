@@ -81,10 +81,13 @@ async def test_the_rollouts_of_an_example_are_scored_together(
         collection = await w.collect()
     assert len(requests.bodies) == 2, "one request for each example"
     rewards = sorted(t.reward for group in collection.trajectories for t in group)
-    # Rollout 2 failed because of the model; the others of its example are compared without it.
-    assert rewards == [0.1, 0.3, 0.4, 0.5, 0.6]
-    assert sorted(len(group) for group in collection.trajectories) == [2, 3]
+    # Rollout 2 failed because of the model: the others of its example are compared without it, and
+    # it is trained with the smaller of 0 and the lowest score.
+    assert rewards == [0.0, 0.1, 0.3, 0.4, 0.5, 0.6]
+    assert sorted(len(group) for group in collection.trajectories) == [3, 3]
     for trajectory in (t for group in collection.trajectories for t in group):
+        if trajectory.reward == 0.0:
+            continue
         reasoning = metadata(trajectory)["reasoning"]
         assert (
             reasoning["reasoning"] == str(round(trajectory.reward * 10))

@@ -183,7 +183,7 @@ async def test_failures_of_the_policy_are_dropped_and_loudly_so(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ):
     bench.builder.reward = lambda e, example, g: "token_limit" if g else 0.5
-    bench.keys = {"num_epochs": 1}
+    bench.keys = {"num_epochs": 1, "on_policy_failure": "drop"}
     with caplog.at_level(logging.INFO, logger="hone"):
         (status,) = await bench.run(1)
     assert status.status is COMPLETED
@@ -191,7 +191,7 @@ async def test_failures_of_the_policy_are_dropped_and_loudly_so(
     assert "Left out of epoch 1: token_limit: 4" in caplog.text
     (warning,) = bench.events("warning")
     assert "4 of 8 rollouts failed because of the model (token_limit: 4)" in warning["message"]
-    assert "finetuning.on_policy_failure: {reward: 0.0}" in warning["message"]
+    assert "without finetuning.on_policy_failure: drop they are trained on" in warning["message"]
 
 
 async def test_an_epoch_without_trajectories_fails_with_the_seeds_words(bench: Bench):
@@ -200,7 +200,8 @@ async def test_an_epoch_without_trajectories_fails_with_the_seeds_words(bench: B
     assert status.status is FAILED
     assert status.message.startswith("No trajectories collected for epoch 1. Left out: token_limit")
     assert "finetuning.target_functions ['<workflow>']" in status.message
-    assert bench.events("epoch_collected")[0]["metrics"]["avg_reward"] is None
+    # Nothing is trained, but all of the policy's failures count, at 0.
+    assert bench.events("epoch_collected")[0]["metrics"]["avg_reward"] == 0.0
 
 
 async def test_a_curriculum_that_leaves_nothing_is_a_skip(bench: Bench):

@@ -151,7 +151,7 @@ async def test_a_policy_that_fails_on_half_of_the_examples_does_not_score_1(benc
     # 0 for x, the smaller of 0 and the lowest reward of the run, and 1 for y.
     assert (first["avg_reward"], first["min_reward"]) == (0.5, 0.0)
     assert first["rewards"] == {"x": [None], "y": [1.0]}
-    assert (first["policy_failures"], first["on_policy_failure"]) == ({"x": 1}, "drop")
+    assert (first["policy_failures"], first["on_policy_failure"]) == ({"x": 1}, "lowest")
     assert ("val", 0, {"reward": 0.5, "failure_rate": 0.5}) in bench.adapter.logged
     line = "after 0 epochs - Avg Reward: 0.5000, 1 policy failure (50%), each counted as 0.00"
     assert line in caplog.text

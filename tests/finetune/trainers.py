@@ -14,6 +14,7 @@ from tests.fakes import MemoryAdapter, ScriptedBuilder
 from hone.config.schema import FinetuneConfig, FinetuneRunConfig, RewardFunctionConfig
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
+from hone.finetune.builder import ARTTrajectoryBuilder
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
 from hone.workflow.function import Function
 
@@ -51,6 +52,8 @@ class Bench:
         self.directory = directory
         self.trainer: type[ARTTrainer] = ARTTrainer
         self.builder = ScriptedBuilder(rising)
+        self.real_builder: ARTTrajectoryBuilder | None = None
+        """Used instead of `builder` if there is one."""
         self.adapter = MemoryAdapter()
         self.training = evaluation()
         self.validation: Evaluation | None = None
@@ -65,7 +68,7 @@ class Bench:
             **self.keys,
         )
         trainer = self.trainer(ARTTrainerConfig())
-        await trainer.bind_components(self.builder, self.adapter)
+        await trainer.bind_components(self.real_builder or self.builder, self.adapter)
         await trainer.initialize(config)
         trainer.bind_evaluations(self.training, self.validation)
         return trainer

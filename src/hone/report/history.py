@@ -30,7 +30,7 @@ from hone.events import (
     ValidationResult,
     WarningLogged,
 )
-from hone.rollout_record import kinds_at_close
+from hone.rollout_record import EVALUATOR, kinds_at_close
 
 
 class Ended(NamedTuple):
@@ -255,7 +255,9 @@ class History:
                 self.sessions += 1
                 self._last_at, self._phase = event.command_at, "start_s"
             case EpochStarted():
-                self._round(event).of = event.rounds
+                r = self._round(event)
+                r.of = event.rounds
+                self._note_failures(r)
             case RolloutDone():
                 self._add_rollout(event)
             case EpochCollected():
@@ -387,14 +389,21 @@ class History:
         if (before := self._failed.pop(place, None)) is not None:
             again.append(before)  # in an earlier session
         if event.failure_kind:
-            reason = event.failure_reason or "unknown"
-            self._failed[place] = f"{event.failure_kind}: {reason}"
+            kind, reason = event.failure_kind, event.failure_reason or "unknown"
+            if event.split != "train" and reason == EVALUATOR:
+                kind = "infrastructure"  # a validation runs no failure of the policy again
+            self._failed[place] = f"{kind}: {reason}"
         if event.split == "train":
             self.attempts += 1 + len(event.retried)
             self.retried.update(again)
         else:
             self.validation_attempts += 1 + len(event.retried)
             self.validation_retried.update(again)
+
+    def _note_failures(self, r: Round) -> None:
+        """Note why rollouts of an interrupted round failed, before some of them are run again."""
+        for (example, generation), why in r.failures.items():
+            self._failed["train", r.epoch, r.index, example, generation] = why
 
     def _lower_failure_reward(self, rewards: Iterable[float | None]) -> None:
         """`rewards` are from the evaluator of the validations."""
