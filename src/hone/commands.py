@@ -176,8 +176,9 @@ def eval_command(
 ) -> None:
     """Run a workflow over a dataset and score its outputs.
 
-    Writes every output, score and model call to eval.general.output_dir. Exits 1 if a rollout or
-    an evaluator failed.
+    Writes every output, score and model call to eval.general.output_dir. Items that
+    failed because of the model count in the averages. Exits 1 if a rollout or an evaluator failed
+    for another reason.
 
     Examples:
 
