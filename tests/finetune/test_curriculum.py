@@ -191,6 +191,82 @@ def test_rounds_of_one_epoch_add_up():
     assert curriculum.state["included_groups"] == {"a"}
 
 
+def by_round(curriculum: Curriculum, size: int, epoch: int = 0, count: int = 10) -> list[list[str]]:
+    """What each round of an epoch of `count` examples selects; e0 is the easiest."""
+    examples = [f"e{i}" for i in range(count)]
+    averages = {example: 1 - i / count for i, example in enumerate(examples)}
+    chosen = []
+    for round, begin in enumerate(range(0, count, size)):
+        groups = around(**{e: averages[e] for e in examples[begin : begin + size]})
+        chosen.append(
+            ids(curriculum.select(groups, epoch, round, examples, rounds=-(-count // size)))
+        )
+        # As the trainer does: every round starts from what the round before left in the events.
+        snapshot = json.loads(json.dumps(curriculum.snapshot()))
+        curriculum = Curriculum.restore(curriculum.config, curriculum.seed, snapshot)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        # 0.3 of the groups so far, rounded up, less those that earlier rounds selected.
+        (10, [3]),
+        (5, [2, 1]),  # 1.5 -> 2; 3 - 2
+        (3, [1, 1, 1, 0]),  # 0.9 -> 1; 1.8 -> 2, - 1; 2.7 -> 3, - 2; 3 - 3
+        (2, [1, 1, 0, 1, 0]),  # 0.6 -> 1; 1.2 -> 2; 1.8 -> 2; 2.4 -> 3; 3
+        (1, [1, 0, 0, 1, 0, 0, 1, 0, 0, 0]),  # a new one at 0.3, 1.2 and 2.1
+    ],
+)
+def test_the_share_holds_over_the_epoch_whatever_the_size_of_a_round(
+    size: int, expected: list[int]
+):
+    curriculum = Curriculum(config())
+    assert [len(chosen) for chosen in by_round(curriculum, size)] == expected
+    assert sum(expected) == 3
+    # The next epoch starts to count again.
+    assert [len(chosen) for chosen in by_round(curriculum, size, epoch=1)] == expected
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10, 5), (5, 5), (3, 5), (2, 5), (1, 5)])
+def test_a_random_share_holds_over_the_epoch_too(size: int, expected: int):
+    half = config(initial_percentile=1.0, random_subsample=0.5)
+    assert sum(map(len, by_round(Curriculum(half), size))) == expected
+
+
+def test_groups_that_tell_nothing_use_up_no_share():
+    # e0 tells nothing. 0.3 x 1 -> 1, so the second round trains e1; 0.3 x 2 -> 1: e2 is left out.
+    curriculum = Curriculum(config())
+    rewards = {"e0": (1.0, 1.0), "e1": (0.5, 0.9), "e2": (0.0, 0.5)}
+    chosen = [
+        ids(curriculum.select(collection(**{e: r}), 0, round, rounds=3))
+        for round, (e, r) in enumerate(rewards.items())
+    ]
+    assert chosen == [[], ["e1"], []]
+
+
+def test_a_round_again_gives_the_same_groups_whatever_came_after():
+    curriculum = Curriculum(config())
+    first = around(a=0.5, b=0.4)
+    once = curriculum.select(first, 0, 0, rounds=2)
+    curriculum.select(around(c=0.5, d=0.4), 0, 1, rounds=2)
+    assert curriculum.select(first, 0, 0, rounds=2) == once
+
+
+@pytest.mark.parametrize("size", [10, 5, 3, 2, 1])
+def test_what_skip_excluded_leaves_is_trained_whatever_the_size_of_a_round(size: int):
+    """The skipped examples count in the share, also those of rounds that are not run at all."""
+    examples = [f"e{i}" for i in range(10)]
+    curriculum = Curriculum(config(skip_excluded=True))
+    curriculum.select(around(**{e: 1 - i / 10 for i, e in enumerate(examples)}), 0)
+    assert curriculum.plan(examples, 1) == ["e0", "e1", "e2"]
+    chosen = []
+    for round, begin in enumerate(range(0, 3, size)):
+        some = {f"e{i}": 1 - i / 10 for i in range(begin, min(begin + size, 3))}
+        chosen += ids(curriculum.select(around(**some), 1, round, examples, rounds=10))
+    assert chosen == ["e0", "e1", "e2"]
+
+
 # ---- sampling -----------------------------------------------------------------------------------
 
 
@@ -204,9 +280,15 @@ def test_of_one_group_trajectories_are_drawn():
     assert Curriculum(config()).select(group, 0) == group
 
 
-def test_of_one_group_nothing_is_filtered():
-    group = collection(only=(0.5, 0.5))
-    assert Curriculum(config()).select(group, 0) == group
+def test_a_lone_group_that_tells_nothing_is_left_out():
+    # 0.05 apart, under min_reward_diff 0.1; with 0, equal rewards are accepted as asked for.
+    near = collection(only=(0.5, 0.55))
+    curriculum = Curriculum(config())
+    assert curriculum.select(near, 0).trajectories == []
+    assert curriculum.state["included_groups"] == set()
+    flat = collection(only=(0.5, 0.5))
+    assert Curriculum(config()).select(flat, 0).trajectories == []
+    assert Curriculum(config(min_reward_diff=0.0)).select(flat, 0) == flat
 
 
 def test_of_several_groups_groups_are_drawn_seeded_by_epoch_and_round():
@@ -275,13 +357,13 @@ def test_the_whole_share_skips_nothing():
     assert curriculum.plan(["a", "b"], 5) == ["a", "b"]
 
 
-def test_what_was_skipped_in_another_round_does_not_count_in_this_one():
+def test_what_was_skipped_in_another_epoch_does_not_count_in_this_one():
     curriculum = Curriculum(config(initial_percentile=0.5, skip_excluded=True))
     curriculum.select(around(a=0.1, b=0.2, c=0.3, d=0.4), 0)  # a and b are left out
     groups = around(c=0.3, d=0.4)
-    # Of this round's c, d and the skipped a: 3 x 0.5 = 1.5, so 2; without a: 1.
+    # Of this epoch's c, d and the skipped a: 3 x 0.5 = 1.5, so 2; without a: 1.
     assert ids(curriculum.select(groups, 1, 0, ["a", "c", "d"])) == ["d", "c"]
-    assert ids(curriculum.select(groups, 1, 1, ["c", "d"])) == ["d"]
+    assert ids(curriculum.select(groups, 2, 0, ["c", "d"])) == ["d"]
 
 
 # ---- going on -------------------------------------------------------------------------------------

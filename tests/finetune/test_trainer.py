@@ -216,6 +216,23 @@ async def test_a_curriculum_that_leaves_nothing_is_a_skip(bench: Bench):
     assert len(bench.builder.ran) == 16
 
 
+async def test_the_curriculums_share_holds_over_small_rounds_and_a_resumed_epoch(bench: Bench):
+    # Half of four groups in rounds of one: 0.5 -> 1 trains the first, 1.0 -> 1 not the second,
+    # 1.5 -> 2 the third, 2.0 -> 2 not the fourth.
+    bench.builder.reward = lambda e, example, g: 0.4 + 0.2 * g
+    curriculum = CurriculumLearningConfig(enabled=True, initial_percentile=0.5)
+    bench.keys = {"curriculum_learning": curriculum, "groups_per_step": 1}
+    bench.adapter.fail = lambda key: "out of luck" if key.endswith(":0:2") else None
+    (status,) = await bench.run(1)
+    assert status.status is FAILED
+    (*_, status) = await bench.run(2)
+    assert status.status is COMPLETED
+    counts = [event["metrics"]["filtered_groups"] for event in bench.events("epoch_collected")]
+    # The round whose job failed is in the events twice.
+    assert counts == [*(1, 0, 1), *(1, 0), *(1, 0, 1, 0)]
+    assert bench.events("warning") == [], "a round without a group is not a problem"
+
+
 async def test_the_curriculum_goes_on_where_it_was(bench: Bench):
     # Mean reward by example: a 0.2, b 0.4, c 0.6, d 0.8; easiest first.
     bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1

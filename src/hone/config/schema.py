@@ -90,7 +90,7 @@ class CurriculumLearningConfig(Strict):
     enabled: bool = False
     """If false, train on all groups."""
     initial_percentile: float = Field(default=0.3, gt=0, le=1)
-    """Share of the examples that the first epochs train on."""
+    """Share of the examples that the first epochs train on, over all rounds of the epoch."""
     increment_percentile: float = Field(default=0.2, gt=0, le=1)
     """Added to that share at each expansion."""
     expansion_interval: int = Field(default=5, ge=1)
@@ -100,8 +100,8 @@ class CurriculumLearningConfig(Strict):
     sort_ascending: bool = False
     """Start with the examples of the lowest reward instead of the highest."""
     random_subsample: float | None = Field(default=None, gt=0, le=1)
-    """Train on this share of the groups, sampled again in each epoch; with one group, on this share
-    of its trajectories."""
+    """Train on this share of the groups, sampled again in each epoch; if the epoch has one group, on
+    this share of its trajectories."""
     skip_excluded: bool = False
     """Do not run examples that the curriculum would exclude, judging by their rewards so far."""
 

@@ -6,7 +6,8 @@ Out:  the examples to run, the groups to train on, metrics; an error if too many
 A group has the rollouts of one example: comparing answers to different questions would reward the
 easier question. The mean reward of its group says how easy an example is. Examples are identified
 by id, not by position, which changes when a group is missing. The share of groups that is trained
-depends on the epoch alone, so a resumed run is at the same point of the schedule.
+depends on the epoch alone, so a resumed run is at the same point of the schedule. It holds over the
+whole epoch, whatever the size of its rounds: each round continues the count of those before it.
 
 Which groups teach something follows the learner (learner/samples.py): with `credit: per_call`, a
 group with equal outcomes can have different call values, and with `baseline: batch`, a group with
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
@@ -59,6 +60,17 @@ def share(count: int, fraction: float) -> int:
     return math.ceil(count * fraction - ROUNDING)
 
 
+class Counts(NamedTuple):
+    """Number of groups of one round."""
+
+    ranked: int
+    """Those whose rewards differ enough."""
+    selected: int
+    """Those within the share of the schedule."""
+    trained: int
+    """Those that `random_subsample` left."""
+
+
 @dataclass
 class Curriculum:
     """The schedule, and the examples that it excludes."""
@@ -71,6 +83,9 @@ class Curriculum:
     excluded: dict[str, int] = field(default_factory=dict)
     """Examples with different rewards that were too hard (or too easy) for the schedule when they
     were last run: id and epoch."""
+    counts: dict[int, Counts] = field(default_factory=dict)
+    """The rounds of `counted_epoch` so far, by their number."""
+    counted_epoch: int = -1
 
     def __post_init__(self) -> None:
         self.state = {
@@ -96,22 +111,24 @@ class Curriculum:
         round: int = 0,
         examples: Collection[str] | None = None,
         comparison: Comparison | None = None,
+        *,
+        rounds: int = 1,
     ) -> TrajectoryCollection:
-        """The groups to train on. The same collection in the same epoch gives the same groups.
+        """The groups to train on. The same collection in the same round gives the same groups.
 
-        `examples`: ids of the round before `plan`; by default all that were ever seen.
-        `comparison`: how trajectories are compared; by default by outcome, within a group.
+        Args:
+            collection: the groups of the round.
+            epoch: number of the epoch, from 0.
+            round: number of the round in the epoch, from 0.
+            examples: ids of the epoch before `plan`; by default all that were ever seen.
+            comparison: how trajectories are compared; by default by outcome, within a group.
+            rounds: number of rounds of the epoch.
         """
         config, groups = self.config, collection.trajectories
         if not config.enabled:
             return collection
         draw = random.Random(f"{self.seed}:{epoch}:{round}")
         self._advance(epoch)
-        if len(groups) == 1:
-            # One group cannot be ranked; `random_subsample` applies to its trajectories.
-            self.state["included_groups"] = {example_of(groups[0], 0)}
-            only = self._subsample(groups[0], len(groups[0]), draw)
-            return collection.model_copy(update={"trajectories": [only]})
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
         ranges = spreads(groups, comparison or Comparison())
@@ -120,18 +137,28 @@ class Curriculum:
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
         # Excluded examples, which were not run, are ranked last.
         skipped = self._skipped(epoch) - set(ids)
-        ranked = len(telling) + len(skipped if examples is None else skipped & set(examples))
-        chosen = telling[: max(1, share(ranked, self.state["current_percentile"]))]
+        skipped = skipped if examples is None else skipped & set(examples)
+        before = self._before(epoch, round)
+        ranked = before.ranked + len(telling) + len(skipped)
+        wanted = share(ranked, self.state["current_percentile"]) - before.selected
+        selected = telling[: max(0, wanted)]
         for i, example in enumerate(ids):
             self.excluded.pop(example, None)
-            if i in telling and i not in chosen:
+            if i in telling and i not in selected:
                 self.excluded[example] = epoch
         if telling and not self.state["total_groups"]:
             self.state["total_groups"] = ranked
-        chosen = self._subsample(chosen, ranked, draw)
-        before = self.state["included_groups"] if round else set()
-        self.state["included_groups"] = before | {ids[i] for i in chosen}
-        return collection.model_copy(update={"trajectories": [groups[i] for i in chosen]})
+        if rounds == len(groups) == 1:
+            # Groups cannot be drawn from one; `random_subsample` applies to its trajectories.
+            chosen = selected
+            kept = [self._subsample(groups[i], len(groups[i]), draw) for i in selected]
+        else:
+            chosen = self._subsample(selected, ranked, draw, before.trained)
+            kept = [groups[i] for i in chosen]
+        self.counts[round] = Counts(len(telling), len(selected), len(chosen))
+        included = self.state["included_groups"] if round else set()
+        self.state["included_groups"] = included | {ids[i] for i in chosen}
+        return collection.model_copy(update={"trajectories": kept})
 
     def snapshot(self) -> dict[str, Any]:
         """The state as JSON values, for `restore`."""
@@ -140,6 +167,10 @@ class Curriculum:
             "history": {
                 example: {"epoch": epoch, "excluded": True}
                 for example, epoch in self.excluded.items()
+            },
+            "counts": {
+                "epoch": self.counted_epoch,
+                "rounds": [[round, *counts] for round, counts in self.counts.items()],
             },
         }
 
@@ -150,14 +181,29 @@ class Curriculum:
         """The curriculum at the time of the snapshot; a new one for an empty snapshot."""
         history = snapshot.get("history", {})
         excluded = {name: one["epoch"] for name, one in history.items() if one["excluded"]}
-        return cls(config, seed, snapshot.get("state", {}), excluded)
+        counted = snapshot.get("counts", {"epoch": -1, "rounds": []})
+        counts = {round: Counts(*numbers) for round, *numbers in counted["rounds"]}
+        state = snapshot.get("state", {})
+        return cls(config, seed, state, excluded, counts, counted["epoch"])
 
-    def _subsample(self, chosen: list[T], count: int, draw: random.Random) -> list[T]:
-        """A random subset of `chosen`, in order: the share `random_subsample` of `count`."""
+    def _before(self, epoch: int, round: int) -> Counts:
+        """The sums over the rounds of this epoch before this one."""
+        if epoch != self.counted_epoch:
+            self.counted_epoch, self.counts = epoch, {}
+        earlier = [counts for number, counts in self.counts.items() if number < round]
+        return Counts(*map(sum, zip(*earlier, strict=True))) if earlier else Counts(0, 0, 0)
+
+    def _subsample(
+        self, chosen: list[T], count: int, draw: random.Random, before: int = 0
+    ) -> list[T]:
+        """A random subset of `chosen`, in order: the share `random_subsample` of `count`.
+
+        `before`: how many of the `count` were drawn already.
+        """
         fraction = self.config.random_subsample
-        if fraction is None or (wanted := share(count, fraction)) >= len(chosen):
+        if fraction is None or (wanted := share(count, fraction) - before) >= len(chosen):
             return chosen
-        return [chosen[place] for place in sorted(draw.sample(range(len(chosen)), wanted))]
+        return [chosen[place] for place in sorted(draw.sample(range(len(chosen)), max(0, wanted)))]
 
     def _advance(self, epoch: int) -> None:
         grown = expansions(self.config, epoch)

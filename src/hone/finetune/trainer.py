@@ -55,6 +55,8 @@ GRACE_S = 60.0
 """Added to the adapter's own deadline, which also cancels the job."""
 JOB_KEYS = frozenset({"job", "step", "metrics", "counts", "reason", "config", "seconds"})
 """Metadata of a job's status that goes into its event."""
+NO_GROUP = "No trajectories to train on"
+"""Status of an epoch with trajectories of which none was trained."""
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
 
@@ -160,6 +162,8 @@ class ARTTrainer(Trainer):
         if status.status is not COMPLETED:
             log.error("Epoch %d failed: %s", epoch + 1, status.message)
             return status
+        if status.message == NO_GROUP:
+            self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
         log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
         due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
         if due and (why := diagnosis.diagnosis(self.state.history)):
@@ -181,7 +185,8 @@ class ARTTrainer(Trainer):
             log.info("Left out of epoch %d: %s", epoch + 1, counts)
         if not submission.collection.trajectories:
             if collected["num_trajectories"]:
-                self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
+                message = "The curriculum selected none of the %d groups of round %d of epoch %d"
+                log.info(message, collected["num_groups"], round + 1, epoch + 1)
             return None
         job = await self._submit(submission, epoch, round)
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
@@ -266,7 +271,12 @@ class ARTTrainer(Trainer):
         if keys.get("loss") != "sft":
             flat = num_flat(collection.trajectories, self._adapter.comparison)
         self._curriculum = self.state.curriculum()
-        drawn = {**(collection.metadata or {}), **place, "examples": rounds[round].drawn}
+        drawn = {
+            **(collection.metadata or {}),
+            **place,
+            "rounds": len(rounds),
+            "examples": [example for one in rounds for example in one.drawn],
+        }
         chosen = self.apply_curriculum_learning(
             collection.model_copy(update={"metadata": drawn}), epoch
         )
@@ -294,12 +304,18 @@ class ARTTrainer(Trainer):
     ) -> TrajectoryCollection:
         """The groups to train on this epoch.
 
-        `metadata` of the collection has the `round` and the ids of its `examples` before the
-        curriculum skipped any; without them, the collection is treated as the whole epoch.
+        `metadata` of the collection has the `round`, the number of `rounds`, and the ids of the
+        epoch's `examples` before the curriculum skipped any; without them, the collection is
+        treated as the whole epoch.
         """
         place, comparison = trajectory_collection.metadata or {}, self._adapter.comparison
         return self._curriculum.select(
-            trajectory_collection, epoch, place.get("round", 0), place.get("examples"), comparison
+            trajectory_collection,
+            epoch,
+            place.get("round", 0),
+            place.get("examples"),
+            comparison,
+            rounds=place.get("rounds", 1),
         )
 
     async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
@@ -352,7 +368,7 @@ class ARTTrainer(Trainer):
         """The status of an epoch whose rounds have ended."""
         job = self.state.last_job(epoch)
         if job is None:
-            return self._status(epoch, COMPLETED, "No trajectories to train on")
+            return self._status(epoch, COMPLETED, NO_GROUP)
         shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
         return self._status(epoch, COMPLETED, None, **shown)
 
