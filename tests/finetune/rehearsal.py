@@ -87,6 +87,19 @@ async def refuses(question, llm):
     await run(question, llm)
     raise hone.errors.PolicyFailure("no move", reason="unparseable")
 
+attempts = []
+
+async def unlucky(question, llm, times):
+    # Fails for reasons outside the first so many times.
+    attempts.append(question)
+    if len(attempts) <= times:
+        raise ConnectionResetError("the database restarts")
+    return await run(question, llm)
+
+async def half_refuses(question, llm):
+    attempts.append(question)
+    return await (refuses if len(attempts) == 1 else run)(question, llm)
+
 async def impatient(question, llm):
     messages = [{"role": "user", "content": question}]
     client = llm.client.chat.completions
@@ -131,6 +144,15 @@ def questions(calls):
 
 def fails(item):
     raise KeyError("answer")
+
+def same(item):
+    return 0.5
+
+def briefly_down(item):
+    attempts.append(item)
+    if len(attempts) <= 2:
+        raise ConnectionResetError("the judge restarts")
+    return float(len(item.output_obj))
 """
 
 
@@ -225,7 +247,10 @@ class Live:
     id: str
 
     async def checks(
-        self, adapter: TrainerAdapter | None = None, builder: TrajectoryBuilder | None = None
+        self,
+        adapter: TrainerAdapter | None = None,
+        builder: TrajectoryBuilder | None = None,
+        validation_examples: int = 0,
     ) -> list[Check]:
         """Of the parts as they are now, or with another adapter or trajectory builder."""
         return await preflight(
@@ -235,6 +260,8 @@ class Live:
             trainer_adapter=adapter or self.adapter,
             evaluation=self.evaluation,
             run_id=self.id,
+            validation_examples=validation_examples,
+            validation_interval=5,
         )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.finetune.rehearsal import document
 
-from hone.finetune.plan import plan
+from hone.finetune.plan import Span, plan, rollout_time
 
 
 def test_the_seed_s_own_learning_rate_can_hardly_move_the_model(tmp_path: Path):
@@ -40,3 +40,25 @@ def test_rounds_and_partial_epochs(tmp_path: Path):
     assert (planned.rollouts, planned.optimizer_steps) == (120, 10)
     nothing = plan(document(tmp_path), 0)
     assert (nothing.rollouts, nothing.jobs, nothing.optimizer_steps) == (0, 0, 0)
+
+
+def test_validation_rollouts(tmp_path: Path):
+    reps = {"num_epochs": 7, "validation": {"reps": 3}}
+    planned = plan(document(tmp_path, finetuning=reps), 50, validation_examples=10, interval=5)
+    # After 0, 5 and 7 epochs, and the first and the best step side by side: (3 + 2) x 10 x 3.
+    assert planned.validation_rollouts == 150
+    greedy = {"num_epochs": 7, "validation": {"reps": 3, "greedy": True}}
+    planned = plan(document(tmp_path, finetuning=greedy), 50, validation_examples=10, interval=5)
+    assert planned.validation_rollouts == 90
+    assert plan(document(tmp_path), 50).validation_rollouts == 0
+
+
+def test_the_time_of_the_rollouts(tmp_path: Path):
+    parts = {"groups_per_step": 12, "examples_per_epoch": 30, "num_epochs": 2}
+    planned = plan(document(tmp_path, finetuning=parts), 50, validation_examples=10, interval=1)
+    # Rounds of 24, 24 and 12 rollouts, 8 at a time: 3 + 3 + 2 = 8 waves an epoch. Validations after
+    # 0, 1 and 2 epochs: 10 rollouts, 2 waves each; 20 at the end, 3 waves. 16 + 6 + 3 = 25 waves of
+    # 2 s. If 8 at a time are no faster than 2: 120 + 30 + 20 = 170 rollouts, 85 pairs of 2 s.
+    assert rollout_time(planned, seconds=2.0, concurrency=8) == Span(50.0, 170.0)
+    # One at a time: 170 x 2 s, and nothing is uncertain.
+    assert rollout_time(planned, seconds=2.0, concurrency=1) == Span(340.0, 340.0)

@@ -13,8 +13,9 @@ from hone.finetune.preflight import failures
 async def test_a_sound_run(rehearsal: Rehearsal):
     checks = await rehearsal.checked()
     assert failures(checks) == []
-    assert [check.name for check in checks] == [
-        "server", "base model", "llm actor", "workflow", "calls", "sampling", "score", "cost", "movement",
+    by_chance = {"rewards", "max_tokens"}  # two answers may be equally long, or end at six tokens
+    assert [check.name for check in checks if check.name not in by_chance] == [
+        "server", "base model", "llm actor", "workflow", "calls", "sampling", "score", "cost", "time", "movement",
     ]  # fmt: skip
     assert "at step 0, with token ids" in one(checks, "llm actor").message
     assert "1 and 1 calls of the two rollouts can be trained" in one(checks, "calls").message

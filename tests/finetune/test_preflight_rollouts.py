@@ -170,14 +170,101 @@ async def test_an_agent_that_fails(rehearsal: Rehearsal):
     assert "agent.py" in check.message, "it says where"
 
 
-async def test_rollouts_that_fail_by_the_models_doing(rehearsal: Rehearsal):
-    checks = await rehearsal.checked(workflow={"target": "agent.py:refuses"})
+async def test_what_lies_outside_is_tried_again(rehearsal: Rehearsal):
+    workflow = {"target": "agent.py:unlucky", "args": {"times": 2}}
+    checks = await rehearsal.checked(workflow=workflow)
     assert failures(checks) == []
     check = one(checks, "workflow")
     assert check.warning
-    assert "apparently because of the model (unparseable): PolicyFailure: no move" in (
+    assert "ran twice on example 'e0', after 2 failed attempts that were repeated" in check.message
+    assert "(connection): ConnectionResetError: the database restarts" in check.message
+
+
+async def test_what_goes_on_failing_is_refused(rehearsal: Rehearsal):
+    # Two trials, each with one attempt and `rollout_retries: 2` more: at the seventh it would work.
+    workflow = {"target": "agent.py:unlucky", "args": {"times": 6}}
+    check = await rehearsal.failed(workflow=workflow, finetuning={"rollout_retries": 2})
+    assert check.name == "workflow"
+    assert "3 times in a row the workflow failed on example 'e0' (connection)" in check.message
+
+
+async def test_one_retry_is_made_even_where_rollouts_have_none(rehearsal: Rehearsal):
+    workflow = {"target": "agent.py:unlucky", "args": {"times": 2}}
+    checks = await rehearsal.checked(workflow=workflow, finetuning={"rollout_retries": 0})
+    assert failures(checks) == []
+
+
+async def test_rollouts_that_fail_by_the_models_doing(rehearsal: Rehearsal):
+    worth = {"on_policy_failure": {"reward": -1.0}}
+    checks = await rehearsal.checked(workflow={"target": "agent.py:refuses"}, finetuning=worth)
+    assert failures(checks) == []
+    check = one(checks, "workflow")
+    assert check.warning
+    assert "both rollouts of example 'e0' failed because of the model (unparseable)" in (
         check.message
     )
+    assert "PolicyFailure: no move" in check.message and "agent.py" in check.message
+
+
+async def test_both_failing_by_the_models_doing_is_refused_where_failures_are_dropped(
+    rehearsal: Rehearsal,
+):
+    dropped = {"on_policy_failure": "drop"}
+    refuses = {"target": "agent.py:refuses"}
+    check = await rehearsal.failed(workflow=refuses, finetuning=dropped)
+    assert check.name == "workflow"
+    assert "both rollouts of example 'e0' failed because of the model (unparseable)" in (
+        check.message
+    )
+    assert "nothing would be trained" in check.message
+    assert "finetuning.on_policy_failure: lowest" in check.message
+
+
+async def test_one_that_fails_by_the_models_doing_is_a_warning(rehearsal: Rehearsal):
+    dropped = {"on_policy_failure": "drop"}
+    half = {"target": "agent.py:half_refuses"}
+    checks = await rehearsal.checked(workflow=half, finetuning=dropped)
+    assert failures(checks) == []
+    check = one(checks, "workflow")
+    assert check.warning
+    assert "one of two rollouts of example 'e0' failed because of the model (unparseable)" in (
+        check.message
+    )
+
+
+async def test_equal_rewards_are_a_warning(rehearsal: Rehearsal):
+    equal: dict[str, Any] = {"eval": {"evaluators": {"reward": {"target": "agent.py:same"}}}}
+    check = one(await rehearsal.checked(**equal), "rewards")
+    assert check.ok and check.warning
+    assert "both rollouts of example 'e0' have the reward 0.5. With two rollouts that may be" in (
+        check.message
+    )
+    batch = {"a": {"training": {"baseline": "batch"}}}
+    names = [c.name for c in await rehearsal.checked(**equal, trainer_adapters=batch)]
+    assert "rewards" not in names, "they are compared with those of other examples"
+
+
+async def test_answers_that_are_cut_are_a_warning(rehearsal: Rehearsal):
+    checks = await rehearsal.checked(llms={"actor": {"max_tokens": 1}})
+    check = one(checks, "max_tokens")
+    assert check.ok and check.warning
+    assert check.message.startswith("2 of the 2 answers that can be trained were cut at")
+
+
+async def test_the_time_of_the_run_is_estimated(rehearsal: Rehearsal):
+    async with rehearsal.live() as run:
+        check = one(await run.checks(validation_examples=10), "time")
+    # 50 examples x 2 generations x 20 epochs; 10 examples after 0, 5, 10, 15 and 20 epochs, and 2 x
+    # 10 at the end.
+    assert "2,000 training rollouts and at most 70 validation rollouts" in check.message
+    assert check.message.startswith("about ")
+    assert check.message.endswith("training comes on top")
+    assert f"{run.evaluation.max_concurrency} at a time" in check.message
+
+
+async def test_an_evaluator_that_is_down_for_a_moment(rehearsal: Rehearsal):
+    briefly = {"evaluators": {"reward": {"target": "agent.py:briefly_down"}}}
+    assert failures(await rehearsal.checked(eval=briefly)) == []
 
 
 async def test_an_evaluator_that_fails(rehearsal: Rehearsal):

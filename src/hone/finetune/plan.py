@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hone.config.build import build
 from hone.config.schema import Document, FinetuneRunConfig
@@ -21,7 +21,7 @@ from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
 from hone.finetune.resume import RunState, rounds_of
-from hone.report.text import counted
+from hone.report.text import counted, duration
 
 PREFLIGHT = 2
 """Rollouts before the first epoch that are not used for training."""
@@ -42,12 +42,21 @@ class Plan:
     """Rounds per epoch."""
     rollouts: int
     """Training rollouts of all epochs, without retries and validation."""
+    round_sizes: tuple[int, ...]
+    """Rollouts of each round of an epoch."""
+    validation_sizes: tuple[int, ...]
+    """Rollouts of each validation; the last is that of the first and the best step, side by side."""
     jobs: int
     optimizer_steps: int
     learning_rate: float | None
     """None for a plugin's adapter."""
     moved: float = 0.0
     """Approximate largest change of a weight."""
+
+    @property
+    def validation_rollouts(self) -> int:
+        """Rollouts of all validations, if the run does not stop early."""
+        return sum(self.validation_sizes)
 
     @property
     def is_too_small(self) -> bool:
@@ -75,8 +84,46 @@ class Plan:
         )
 
 
-def plan(document: Document, examples: int) -> Plan:
-    """The size of a run over this many examples."""
+class Span(NamedTuple):
+    """Seconds from the shortest to the longest."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.high < 1.5 * self.low:
+            return duration(self.high)
+        return f"{duration(self.low)} to {duration(self.high)}"
+
+    @property
+    def meaning(self) -> str:
+        """Why it is uncertain."""
+        if self.high < 1.5 * self.low:
+            return "if all take that long"
+        return "by how much faster more at a time are"
+
+
+def rollout_time(planned: Plan, *, seconds: float, concurrency: int) -> Span:
+    """Rough time of all rollouts, if two of them at a time took `seconds` each.
+
+    At best, `concurrency` rollouts at a time take as long as two, and each round waits for its last
+    one. At worst, two already used all of the engine, and more at a time are no faster.
+    """
+    sizes = [*planned.round_sizes * planned.epochs, *planned.validation_sizes]
+    low = sum(math.ceil(size / concurrency) for size in sizes) * seconds
+    high = math.ceil(sum(sizes) / min(concurrency, PREFLIGHT)) * seconds
+    return Span(low, max(low, high))
+
+
+def validated_epochs(epochs: int, interval: int) -> list[int]:
+    """The numbers of epochs after which a run validates."""
+    return sorted({*range(0, epochs, interval), epochs})
+
+
+def plan(
+    document: Document, examples: int, *, validation_examples: int = 0, interval: int = 5
+) -> Plan:
+    """The size of a run over this many examples; `interval`: epochs between validations."""
     config, adapter = document.finetuning, art_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     rounds = rounds_of(range(of_epoch), config.groups_per_step)
@@ -85,12 +132,18 @@ def plan(document: Document, examples: int) -> Plan:
     steps = sum(math.ceil(len(examples) / at_once) for examples in rounds)
     rate = adapter.training.learning_rate if adapter else None
     falls = adapter is not None and adapter.training.schedule == "linear"
+    held_out = validation_examples * config.validation.reps
+    validations = [held_out] * len(validated_epochs(config.num_epochs, interval))
+    if not config.validation.greedy:  # answers at temperature 0 would only be repeated
+        validations.append(2 * held_out)
     return Plan(
         examples=of_epoch,
         generations=generations,
         epochs=config.num_epochs,
         rounds=len(rounds),
         rollouts=of_epoch * generations * config.num_epochs,
+        round_sizes=tuple(len(one) * generations for one in rounds),
+        validation_sizes=tuple(validations if held_out else ()),
         jobs=len(rounds) * config.num_epochs,
         optimizer_steps=steps * config.num_epochs,
         learning_rate=rate,
@@ -165,16 +218,16 @@ def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -
     if not held_out:
         yield "validation    none (--validation_dataset)"
         return
-    epochs, reps = document.finetuning.num_epochs, document.finetuning.validation.reps
-    at = sorted({*range(0, epochs, options.validation_interval), epochs})
+    reps = document.finetuning.validation.reps
+    at = validated_epochs(document.finetuning.num_epochs, options.validation_interval)
     yield (
         f"validation    {counted(held_out, 'example')} x {reps} after {', '.join(map(str, at))} "
         f"epochs: {held_out * reps * len(at)} rollouts"
     )
-    if len(at) > 2 and not document.finetuning.validation.greedy:
+    if not document.finetuning.validation.greedy:
         yield (
-            f"              and {2 * held_out * reps} at the end, where the best step and the first "
-            "answer again"
+            f"              and {2 * held_out * reps} at the end, where the first step and the best "
+            "answer side by side"
         )
 
 

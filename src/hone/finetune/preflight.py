@@ -4,7 +4,8 @@ In:   the document, the components of a run, and its server
 Out:  Checks; a failed one says what to change
 
 The last checks run one example twice: whether the agent's calls reach the model, name their
-rollout, return tokens and differ, and whether the evaluator scores them. The two rollouts are not
+rollout, return tokens and differ, and whether the evaluator scores them. A rollout or a score that
+fails for reasons other than the model is repeated first, as in the run itself. The rollouts are not
 in the journal and are not used for training. Checks that depend on a failed one are left out.
 """
 
@@ -14,12 +15,14 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from hone.capture.scope import rollout
 from hone.config.build import Builder, Served
 from hone.config.policy import address_of
 from hone.config.schema import Document
+from hone.credit import is_flat
 from hone.errors import HoneError
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.finetune.adapter import NO_CONNECTION
@@ -31,10 +34,12 @@ from hone.finetune.calls import (
     count_unscoped,
     unscoped_message,
 )
-from hone.finetune.plan import plan
+from hone.finetune.plan import Plan, plan, rollout_time
 from hone.finetune.rollouts import evaluators_marked
+from hone.report.text import counted
 from hone.tally import run_together
 from hone.types import Failure
+from hone.workflow.failure import RolloutFailure
 from hone.workflow.llm import LLM
 
 PROBE_S = 120.0
@@ -84,6 +89,8 @@ async def preflight(
     trainer_adapter: TrainerAdapter,
     evaluation: Evaluation,
     run_id: str,
+    validation_examples: int = 0,
+    validation_interval: int = 5,
 ) -> list[Check]:
     """Run all checks; the run must be open on the server."""
     checks = [await _healthy(trainer_adapter)]
@@ -95,10 +102,15 @@ async def preflight(
         if served is not None:
             checks += await _llms(document, builder, server, served, run_id)
     trial = trajectory_builder.trial
+    planned = plan(
+        document,
+        len(evaluation.items),
+        validation_examples=validation_examples,
+        interval=validation_interval,
+    )
     if trial is not None and not failures(checks):
         trials = _Trials(document, trainer_adapter, evaluation, run_id)
-        checks += await trials.checks(trial)
-    planned = plan(document, len(evaluation.items))
+        checks += await trials.checks(trial, planned)
     return [*checks, Check("movement", True, str(planned), warning=planned.is_too_small)]
 
 
@@ -223,22 +235,21 @@ class _Trials:
         self._config, self._adapter = document.finetuning, adapter
         self._evaluation, self._run_id = evaluation, run_id
         self._example = f"example {evaluation.items[0].id!r}"
+        self._repeated: list[RolloutFailure] = []
+        """Failures of attempts that were repeated."""
 
-    async def checks(self, trial: TrialRollouts) -> list[Check]:
+    async def checks(self, trial: TrialRollouts, planned: Plan) -> list[Check]:
         """The checks in the order of their dependencies; stops at the first that fails."""
         server = self._adapter.server
         before = await count_unscoped(server, self._run_id)
-        draw = secrets.token_hex(6)
-        ids = [f"{self._run_id}:preflight.{draw}.{i}" for i in (0, 1)]
-        evaluation = self._evaluation
-        with evaluators_marked(evaluation):
-            runs = [evaluation.run_item(evaluation.items[0], rollout=id) for id in ids]
-            results = await run_together(runs)
+        with evaluators_marked(self._evaluation):
+            results = await run_together([self._run() for _ in range(2)])
         checks = [self._ran(results)]
         if not failures(checks):
             both = [
-                await trial.select_calls(id, run.rollout.calls if run.rollout else ())
-                for id, run in zip(ids, results, strict=True)
+                await trial.select_calls(run.rollout.id, run.rollout.calls)
+                for run in results
+                if run.rollout is not None
             ]
             checks.append(self._calls(both))
             counts = await count_unscoped(server, self._run_id) - before
@@ -247,22 +258,64 @@ class _Trials:
                 ok, message = not counts[server.model_name], unscoped_message(server, counts)
                 checks.append(Check("unmarked calls", ok, message, warning=ok))
             if not failures(checks):
-                checks += [self._differ(both), *self._valued(results)]
-        return [*checks, self._scored(results), self._cost(results)]
+                checks += [self._differ(both), *self._truncated(both), *self._valued(results)]
+        checks += [self._scored(results), *self._equal(results)]
+        return [*checks, *self._cost(results, planned)]
+
+    async def _run(self) -> ItemResult:
+        """Run and score the example; what fails for reasons other than the model is repeated."""
+        evaluation = self._evaluation
+        result, retries = await self._attempt(), max(1, self._config.rollout_retries)
+        for _ in range(retries):
+            failure = result.rollout and result.rollout.failure
+            if failure is None or failure.kind == "policy":
+                break
+            self._repeated.append(failure)
+            result = await self._attempt()
+        for _ in range(retries):  # of the evaluator alone: the workflow has run
+            if all(score.failure is None for score in result.scores.values()):
+                break
+            scored = await evaluation.score_item(result.item)
+            result = ItemResult(result.item, result.rollout, scored.scores)
+        return result
+
+    async def _attempt(self) -> ItemResult:
+        id = f"{self._run_id}:preflight.{secrets.token_hex(6)}"
+        return await self._evaluation.run_item(self._evaluation.items[0], rollout=id)
 
     def _ran(self, results: Sequence[ItemResult]) -> Check:
         failed = [run.rollout.failure for run in results if run.rollout and run.rollout.failure]
         for one in failed:
             if one.kind == "infrastructure":
-                message = f"the workflow failed on {self._example} ({one.reason}): "
-                return Check("workflow", False, message + _described(one.failure))
-        if len(failed) < len(results):
-            return Check("workflow", True, f"the workflow ran twice on {self._example}")
+                times = 1 + max(1, self._config.rollout_retries)
+                message = f"{times} times in a row the workflow failed on {self._example}"
+                message = f"{message} ({one.reason}): {_described(one.failure)}"
+                return Check("workflow", False, message)
+        repeated = ""
+        if self._repeated:
+            first = self._repeated[0]
+            repeated = (
+                f", after {counted(len(self._repeated), 'failed attempt')} that were repeated, the "
+                f"first ({first.reason}): {_described(first.failure)}"
+            )
+        if not failed:
+            message = f"the workflow ran twice on {self._example}{repeated}"
+            return Check("workflow", True, message, warning=bool(repeated))
+        both = len(failed) == len(results)
         message = (
-            f"both rollouts of {self._example} failed, apparently because of the model "
-            f"({failed[0].reason}): {_described(failed[0].failure)}"
+            f"{'both' if both else 'one of two'} rollouts of {self._example} failed because of the "
+            f"model ({failed[0].reason})"
         )
-        return Check("workflow", True, message, warning=True)
+        if both and self._config.on_policy_failure == "drop":
+            message += (
+                ", and finetuning.on_policy_failure: drop leaves such rollouts out, so nothing would "
+                "be trained. Fix the agent if the failure is its own, or set "
+                "finetuning.on_policy_failure: lowest, which trains them with the lowest reward, or "
+                "{reward: x}"
+            )
+        message = f"{message}: {_described(failed[0].failure)}{repeated}"
+        dropped = both and self._config.on_policy_failure == "drop"
+        return Check("workflow", not dropped, message, warning=not dropped)
 
     def _calls(self, both: Sequence[TrainedCalls]) -> Check:
         for trained in both:
@@ -320,6 +373,19 @@ class _Trials:
             "cache.",
         )
 
+    def _truncated(self, both: Sequence[TrainedCalls]) -> list[Check]:
+        """A warning about answers that ended at their token limit."""
+        answers = [call for trained in both for call in trained.sampled]
+        cut = sum(call.finish == "length" for call in answers)
+        if not cut:
+            return []
+        message = (
+            f"{cut} of the {len(answers)} answers that can be trained were cut at the token limit. "
+            "They are scored and trained as they are; unless answers should be that short, raise "
+            "`max_tokens` in the `llms` entry or in the agent's request."
+        )
+        return [Check("max_tokens", True, message, warning=True)]
+
     def _valued(self, results: Sequence[ItemResult]) -> list[Check]:
         """Whether the calls have the values that `credit` compares."""
         credit = self._adapter.comparison.credit
@@ -346,17 +412,43 @@ class _Trials:
         values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None) or "none yet"
         return Check("score", True, f"{where}: {values}", warning=bool(failed) or not scores)
 
-    def _cost(self, results: Sequence[ItemResult]) -> Check:
+    def _equal(self, results: Sequence[ItemResult]) -> list[Check]:
+        """A warning about two equal rewards, if only rollouts of one example are compared."""
+        reward, comparison = self._config.reward_name or "", self._adapter.comparison
+        scores = [run.scores[reward].value for run in results if reward in run.scores]
+        values = [value for value in scores if value is not None]
+        compares = self._evaluation.compares([reward])  # such a reward was not compared here
+        if len(values) < 2 or not is_flat(values) or compares:
+            return []
+        if comparison.baseline == "batch" or comparison.credit != "outcome":
+            return []
+        message = (
+            f"both rollouts of {self._example} have the reward {values[0]:g}. With two rollouts that "
+            "may be chance; groups of equal rewards teach nothing. If most groups of the first epoch "
+            "are equal, raise num_generations or `temperature`, or let the reward tell better "
+            "answers from worse ones."
+        )
+        return [Check("rewards", True, message, warning=True)]
+
+    def _cost(self, results: Sequence[ItemResult], planned: Plan) -> list[Check]:
         ran = [run.rollout for run in results if run.rollout is not None]
         calls = [call for one in ran for call in one.calls]
         tokens = sum((call.usage or {}).get("completion_tokens", 0) for call in calls)
-        seconds = max((one.seconds for one in ran), default=0.0)
-        return Check(
-            "cost",
-            True,
-            f"the two rollouts took {len(calls)} calls, {tokens} sampled tokens and {seconds:.1f} s; "
-            "they are not used for training",
+        seconds = [one.seconds for one in ran] or [0.0]
+        message = (
+            f"the two rollouts took {len(calls)} calls, {tokens} sampled tokens and "
+            f"{max(seconds):.1f} s; they are not used for training"
         )
+        at_a_time = self._evaluation.max_concurrency
+        span = rollout_time(planned, seconds=fmean(seconds), concurrency=at_a_time)
+        held_out = counted(planned.validation_rollouts, "validation rollout")
+        more = f" and at most {held_out}" if planned.validation_rollouts else ""
+        time = (
+            f"about {span} for {counted(planned.rollouts, 'training rollout')}{more}, {at_a_time} at "
+            f"a time; a rough estimate from two rollouts of one example, {span.meaning}; training "
+            "comes on top"
+        )
+        return [Check("cost", True, message), Check("time", True, time)]
 
 
 def _described(failure: Failure) -> str:

@@ -46,7 +46,7 @@ from hone.workflow.loop import run_loop
 
 log = logging.getLogger("hone")
 
-LOGGED_CHECKS = ("cost", "movement")
+LOGGED_CHECKS = ("cost", "time", "movement")
 """Checks whose messages are logged even if they pass."""
 COMPLETED = TrainingStatusEnum.COMPLETED
 COMPARED_VALIDATION = (
@@ -201,6 +201,8 @@ class Run:
                 trainer_adapter=adapter,
                 evaluation=training,
                 run_id=self.journal.run_id,
+                validation_examples=len(held_out.items) if held_out else 0,
+                validation_interval=self.options.validation_interval,
             )
             self._refuse_failed(checks)
         return await self._while_served(adapter, trainer.run(config.num_epochs))
