@@ -40,7 +40,9 @@ def ids(items: list[EvalInputItem]) -> list[str]:
 def test_a_row_becomes_an_item(tmp_path: Path):
     row = {"id": 3, "question": "2+2?", "answer": 4, "level": "easy"}
     assert loaded(tmp_path, [row]) == [
-        EvalInputItem(id="3", input_obj="2+2?", expected_output_obj=4, full_dataset_entry=row)
+        EvalInputItem(
+            id="3", input_obj="2+2?", expected_output_obj=4, full_dataset_entry=row, row_number=1
+        )
     ]
 
 

@@ -481,3 +481,20 @@ async def test_an_evaluator_that_exits_is_a_failure_and_an_agent_may_change_the_
     assert f"could not score 3 of 3 items; the first: {error}: 2" in summary.message
     assert summary.evaluators[0].output_file == Path("out/l_output.json")
     assert bench.answers == [{"('a', 1)": f"q{n}"} for n in range(3)]
+
+
+async def test_what_cannot_be_scored_is_refused_before_anything_runs(bench: Workbench):
+    rows = [*ROWS, {"id": "blank", "question": "?"}]
+    (bench.path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        await bench.evaluate()
+    n = len(rows)
+    assert f"rows.json: 1 of {n} rows have no 'answer', and _type: exact_match: row {n} (id" in str(
+        refused.value
+    )
+    (bench.path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    bench.config["eval"]["evaluators"]["mine"]["target"] = "evaluated_reward.py:no_reward"
+    (bench.path / "evaluated_reward.py").write_text("def no_reward(output, answer): ...\n")
+    with pytest.raises(ConfigError, match=r"evaluators.mine: .* takes \(output, answer\)"):
+        await bench.evaluate()
+    assert not bench.out.exists()

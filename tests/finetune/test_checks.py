@@ -121,6 +121,55 @@ def test_rows_that_do_not_fit(refused: Refused, rows: str, message: str):
     assert line.startswith(message)
 
 
+ROWS = """{"question": "?", "answer": "!"}
+{"question": "two", "id": "q2"}
+{"question": "three", "answer": null}
+{"question": "four", "answer": 0}
+"""
+
+
+def test_rows_without_an_answer_are_named(refused: Refused):
+    Path("train.jsonl").write_text(ROWS)
+    (line,) = refused()
+    # 0 is an answer. A row without an id has its number.
+    assert line == (
+        "a.yml:13: eval.general.dataset.file_path: train.jsonl: 2 of 4 rows have no 'answer', and "
+        "reward.py:score takes `expected`: row 2 (id 'q2'), row 3 (id '3'). Fill the column or "
+        "remove these rows, or give `expected` a default."
+    )
+    Path("lenient.py").write_text("def score(output, expected=None): ...\n")
+    assert refused(("reward.py", "lenient.py")) == []
+    target = '{_type: python, target: "reward.py:score"}'
+    (line,) = refused((target, "{_type: exact_match}"))
+    assert "2 of 4 rows have no 'answer', and _type: exact_match: row 2" in line
+    assert refused((target, "{_type: contains, substrings: [a]}")) == []
+    assert refused((target, "{_type: regex, pattern: a}")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(output, expectd): ...", "takes (output, expectd). Did you mean 'expected'? It may"),
+        ("def score(): ...", "takes (). It may take item, id, input, output, expected, row, calls"),
+        ("def score(output, /, expected): ...", "takes (output, expected). Did you mean 'output'?"),
+    ],
+)  # fmt: skip
+def test_a_reward_with_a_wrong_signature_is_refused(refused: Refused, source: str, message: str):
+    Path("reward.py").write_text(f"{source}\n")
+    (line,) = refused()
+    assert line.startswith("a.yml:15: eval.evaluators.reward.target: 'reward.py:score' ")
+    assert message in line
+
+
+def test_arguments_of_a_reward_that_it_does_not_take(refused: Refused):
+    args = 'target: "reward.py:score", args: {weight: 2}}'
+    (line,) = refused(('target: "reward.py:score"}', args))
+    assert "has no parameter 'weight', but args.weight is set" in line
+    Path("weighted.py").write_text("def score(output, weight, expected): ...\n")
+    args = args.replace("reward.py", "weighted.py")
+    assert refused(('target: "reward.py:score"}', args)) == []
+
+
 def test_a_missing_question_does_not_hide_a_missing_answer(refused: Refused):
     Path("train.jsonl").write_text('{"prompt": "?", "anwser": "!"}')
     question, answer = refused()

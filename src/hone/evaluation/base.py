@@ -64,6 +64,8 @@ class EvalInputItem(_Item):
     """Duration of the rollout."""
     full_dataset_entry: Any = None
     """The whole row, as read."""
+    row_number: int | None = Field(default=None, exclude=True)
+    """Number of its row in the file, from 1; None if it is not from a file."""
 
     def copy_with_updates(self, **updates: Any) -> Self:
         """A copy with some fields replaced; unknown fields are errors."""

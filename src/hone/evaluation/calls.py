@@ -134,6 +134,11 @@ class _Measure(Rule):
     """Time or tokens that an item took."""
 
     max_concurrency: int = Field(default=8, ge=1)
+
+    @property
+    def needs_answer(self) -> bool:
+        return False
+
     """Accepted for compatibility with NeMo Agent Toolkit; has no effect."""
 
 

@@ -256,6 +256,7 @@ def _item(row: Row, number: int, config: DatasetBaseConfig, where: str) -> EvalI
     common: dict[str, Any] = {
         "id": str(number) if _blank(id) else _id(id),
         "full_dataset_entry": row,
+        "row_number": number,
     }
     if structure.disable:
         return EvalInputItem(input_obj=json.dumps(row, ensure_ascii=False), **common)

@@ -55,6 +55,10 @@ class Contains(Rule, name="contains"):
     """Whether all of several texts must occur, or any of them."""
     ignore_case: bool = False
 
+    @property
+    def needs_answer(self) -> bool:
+        return not self.substrings
+
     def verdict(self, item: EvalInputItem) -> Verdict:
         wanted = self.substrings or expected_of(item)
         wanted = [text(part) for part in (wanted if isinstance(wanted, list) else [wanted])]
@@ -90,6 +94,10 @@ class Regex(Rule, name="regex"):
     group: int | str | None = None
     """The group whose text must equal the expected output."""
     ignore_case: bool = False
+
+    @property
+    def needs_answer(self) -> bool:
+        return not self.pattern or self.group is not None
 
     def verdict(self, item: EvalInputItem) -> Verdict:
         flags = re.DOTALL | (re.IGNORECASE if self.ignore_case else 0)

@@ -8,7 +8,7 @@ signature is checked when it is built, not in the first epoch.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, Field, JsonValue
@@ -66,7 +66,7 @@ class PythonEvaluator(BaseEvaluator):
     ) -> None:
         super().__init__(max_concurrency=max_concurrency, tqdm_desc=target)
         self._target, self._fn, self._arguments = target, fn, dict(arguments)
-        self._parts, self._positional = _parts(target, fn, self._arguments)
+        self._parts, self._positional = parts_of(target, fn, self._arguments)
         self.is_service = "llm" in self._arguments  # a judge of the user's own
 
     async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
@@ -95,11 +95,20 @@ async def python_evaluator(
     yield PythonEvaluator(config.target, fn, arguments, limit)
 
 
-def _parts(
-    target: str, fn: Callable[..., Any], arguments: Mapping[str, Any]
+def parts_of(
+    target: str, fn: Callable[..., Any], arguments: Collection[str]
 ) -> tuple[list[str], bool]:
-    """The parts that it takes by name, or whether it takes the item as its only argument."""
-    parameters = inspect.signature(fn).parameters.values()
+    """The parts that it takes by name, or whether it takes the item as its only argument.
+
+    `arguments`: names that `args` and `llm` set. Raises ConfigError for a signature that hone cannot
+    call.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"target {target!r}: its parameters cannot be read; wrap it in a function of your own"
+        ) from None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = {p.name for p in named}

@@ -26,6 +26,11 @@ _FENCE = re.compile(r"```[a-zA-Z0-9]*\s*\n(.*?)```", re.DOTALL)
 class Rule(EvaluatorBaseConfig):
     """An evaluator that needs only its configuration and the item."""
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether every row must have an expected output."""
+        return True
+
     @abstractmethod
     def verdict(self, item: EvalInputItem) -> Verdict:
         """The score and the reason; raises for errors that are not the model's fault."""

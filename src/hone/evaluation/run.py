@@ -19,7 +19,7 @@ from typing import Any
 
 from hone.config.build import Builder, build
 from hone.config.policy import PolicyCalls
-from hone.config.schema import read
+from hone.config.schema import Document, read
 from hone.errors import ConfigError, RolloutError
 from hone.evaluation.base import (
     EvalInput,
@@ -34,6 +34,7 @@ from hone.evaluation.base import (
 from hone.evaluation.datasets import JsonDataset, as_target, load_items
 from hone.evaluation.files import FINISHED, OutputDir
 from hone.evaluation.groups import Member, RolloutGroup
+from hone.evaluation.mistakes import check_answers, check_evaluators
 from hone.evaluation.results import (
     EvalSummary,
     EvaluationRunOutput,
@@ -284,10 +285,13 @@ async def evaluation(
     timeout_s: float | None = None,
     skip_workflow: bool = False,
     endpoint: Endpoint | None = None,
+    scores_rows: bool = True,
 ) -> Evaluation:
     """An Evaluation of the Builder's document; with `endpoint`, its workflow runs there.
 
-    Connects to or starts the training server if the document needs one and none is connected.
+    Connects to or starts the training server if the document needs one and none is connected. Raises
+    ConfigError first for an evaluator that cannot be called, and for rows without the answer that it
+    needs (unless the rows are never scored: `scores_rows`).
     """
     general = builder.document.eval.general
     configs, instead = (
@@ -297,6 +301,7 @@ async def evaluation(
     names = configs if evaluators is None else evaluators
     prepare = general.output.custom_pre_eval_process_function if general.output else None
     items = await dataset_items(builder, dataset, reps=reps)
+    _check(builder.document, names, items, dataset, scores_rows=scores_rows and prepare is None)
     builder.runs_workflow = not skip_workflow and endpoint is None
     if skip_workflow:
         workflow = Function.of("<workflow>", _not_run)
@@ -318,6 +323,25 @@ async def evaluation(
         on_policy_failure=instead if isinstance(instead, str) else instead.reward,
         **builder.rollout_arguments,
     )
+
+
+def _check(
+    document: Document,
+    names: Collection[str],
+    items: Sequence[EvalInputItem],
+    dataset: Path | None,
+    *,
+    scores_rows: bool,
+) -> None:
+    """Raise ConfigError for mistakes of the evaluators and the rows that show before anything runs."""
+    known, directory = document.eval.evaluators, document.file.resolve().parent
+    used = {name: known[name] for name in names if name in known}
+    check_evaluators(used, directory)
+    config = document.eval.general.dataset or JsonDataset()
+    if scores_rows and not config.structure.disable:
+        where = str(dataset or config.file_path or "eval.general.dataset")
+        column = config.structure.answer_key
+        check_answers(items, used, directory, column=column, where=where)
 
 
 async def _not_run(input: Any) -> Any:

@@ -19,6 +19,7 @@ from hone.config.problems import ConfigProblems, Mistakes, Problem
 from hone.config.schema import Document, FinetuneRunConfig, examine
 from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import FILE_DATASETS
+from hone.evaluation.mistakes import signature_mistake
 from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_checks import (
@@ -263,7 +264,7 @@ def _keys(document: Document, section: str) -> list[str]:
 
 
 def _function_mistakes(document: Document) -> Mistakes:
-    """The user's functions that do not exist or cannot be imported."""
+    """The user's functions that do not exist, cannot be imported, or cannot be called."""
     for path, target in targets_of(document, document.eval.evaluators):
         try:
             function = load_target(target, document.file.resolve().parent)
@@ -272,6 +273,9 @@ def _function_mistakes(document: Document) -> Mistakes:
             continue
         if not callable(function):
             yield path, f"{target!r} is {type(function).__name__}, not a function"
+    for name, config in document.eval.evaluators.items():
+        if (message := signature_mistake(config, document.file.resolve().parent)) is not None:
+            yield ("eval", "evaluators", name, "target"), message.removeprefix("target ")
 
 
 def _base_model(document: Document) -> Mistakes:

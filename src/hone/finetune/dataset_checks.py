@@ -3,11 +3,11 @@
 In:   a document and its dataset, or a dataset file of the command line
 Out:  mistakes, each with the key to change
 
-Columns that are named, or that the reward function requires, must be in some row. For `sft_trainer` and
-`dpo_trainer` each row must be a conversation or a pair (dataset_builder.py).
+Columns that are named must be in some row, and the answer that the reward requires in every row. For
+`sft_trainer` and `dpo_trainer` each row must be a conversation or a pair (dataset_builder.py); such
+rows are not scored. `custom` datasets are checked when the run loads them.
 """
 
-import inspect
 from pathlib import Path
 
 from hone.config.base import DatasetBaseConfig
@@ -23,13 +23,13 @@ from hone.evaluation.datasets import (
     MissingQuestion,
     load_items,
 )
+from hone.evaluation.mistakes import missing_answers, needs_answer
 from hone.finetune.dataset_builder import (
     DatasetTrajectoryBuilderConfig,
     Objective,
     dataset_config_of,
     objective_of,
 )
-from hone.workflow.target import load_target
 
 DATASET = ("eval", "general", "dataset")
 
@@ -89,8 +89,10 @@ def _row_mistakes(
         columns = error.columns if isinstance(error, MissingQuestion) else ()
         key = ("structure", "question_key") if columns else ("file_path",)
         yield (*DATASET, *key), str(error).removeprefix(f"{WHERE}.file_path: ")
+    needed_by = None if document is None else _answer_needed_by(document, reward)
     if trained and document is not None and (builder := dataset_config_of(document)):
         yield from _conversation_mistakes(builder, objective_of(document), items)
+        needed_by = None  # its rows are not scored
     structure = config.structure
     if structure.disable or not columns:
         return
@@ -101,10 +103,13 @@ def _row_mistakes(
     ]
     if "id_key" in config.model_fields_set:
         named.append((("id_key",), config.id_key, ""))
-    target = _target_with_expected(document, reward)
-    if target and "answer_key" not in structure.model_fields_set:
-        why = f"{target} takes `expected`, and "
-        named.append((("structure", "answer_key"), structure.answer_key, why))
+    answer = structure.answer_key
+    if needed_by and "answer_key" not in structure.model_fields_set:
+        named.append((("structure", "answer_key"), answer, f"{needed_by}, and "))
+    if needed_by and answer in columns:
+        where = str(file or config.file_path)
+        if (message := missing_answers(items, answer, needed_by, where)) is not None:
+            yield (*DATASET, "file_path"), message
     for path, column, why in named:
         if column not in columns:
             near, known = did_you_mean(column, columns), ", ".join(columns)
@@ -125,15 +130,11 @@ def _conversation_mistakes(
             return
 
 
-def _target_with_expected(document: Document | None, reward: str | None) -> str | None:
-    """The reward's function, if it requires the expected answer."""
-    config = None if document is None else document.eval.evaluators.get(reward or "")
-    target = getattr(config, "target", None)
-    if document is None or config is None or config.type_name != "python" or not target:
-        return None
-    try:
-        function = load_target(target, document.file.resolve().parent)
-        expected = inspect.signature(function).parameters["expected"]
-    except (ConfigError, TypeError, ValueError, KeyError):
-        return None  # it has no such parameter, or _function_mistakes reports it
-    return target if expected.default is inspect.Parameter.empty else None
+def _answer_needed_by(document: Document, reward: str | None) -> str | None:
+    """What requires the rows' answers: the reward, or an evaluator if there is no reward."""
+    general, scores = document.eval.general, document.eval.evaluators
+    if general.output is not None and general.output.custom_pre_eval_process_function:
+        return None  # it may fill them in
+    directory = document.file.resolve().parent
+    used = scores.values() if reward is None else [scores[reward]] if reward in scores else []
+    return next((why for config in used if (why := needs_answer(config, directory))), None)

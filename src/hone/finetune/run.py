@@ -32,6 +32,7 @@ from hone.evaluation.run import Evaluation, evaluation
 from hone.event_log import FILE, EventLog
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
+from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.journal import Journal
 from hone.finetune.plan import dry_run
@@ -178,7 +179,9 @@ class Run:
         await trainer.initialize(config)
         builder.served = adapter.served
         builder.choose_policy()
-        training = await self._evaluation(builder, self.options.dataset)
+        # Conversations of a dataset are trained as they are, and never scored.
+        scored = dataset_config_of(self.document) is None
+        training = await self._evaluation(builder, self.options.dataset, scores_rows=scored)
         held_out = await self._validation(stack, builder)
         trainer.bind_evaluations(training, held_out)
         await self._announce(
@@ -224,7 +227,9 @@ class Run:
         finally:
             await cancel_all((working, ended))
 
-    async def _evaluation(self, builder: Builder, dataset: Path | None) -> Evaluation:
+    async def _evaluation(
+        self, builder: Builder, dataset: Path | None, *, scores_rows: bool = True
+    ) -> Evaluation:
         endpoint = self.options.endpoint
         return await evaluation(
             builder,
@@ -233,6 +238,7 @@ class Run:
             evaluators=[self.reward],
             timeout_s=self.config.rollout_timeout_s,
             endpoint=(endpoint, self.options.endpoint_timeout) if endpoint else None,
+            scores_rows=scores_rows,
         )
 
     async def _validation(self, stack: AsyncExitStack, builder: Builder) -> Evaluation | None:
