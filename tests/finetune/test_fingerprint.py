@@ -63,6 +63,7 @@ def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
             "validation_config_file": None,
             "endpoint": None,
         },
+        "files": {"command.dataset": "rows.json"},
     }
     # Where the workflow runs may change, but not whether its code is this one's.
     first, second = (FinetuneRunConfig(endpoint=f"http://{h}:1") for h in ("a", "b"))
@@ -75,6 +76,12 @@ def test_another_content_of_the_dataset_is_another_run(file: Path):
     before = fingerprint_of(read(file), FinetuneRunConfig())
     (file.parent / "rows.json").write_text('[{"question": "?"}]')
     assert fingerprint_of(read(file), FinetuneRunConfig()) != before
+    assert differences(before, fingerprint_of(read(file), FinetuneRunConfig())) == [
+        "command.dataset: the content of rows.json has changed"
+    ]
+    (file.parent / "copy.json").write_text("[]")
+    copied = fingerprint_of(read(file), FinetuneRunConfig(dataset=Path("copy.json")))
+    assert differences(before, copied) == [], "a file may move"
     moved = FinetuneRunConfig(dataset=Path("elsewhere.json"))
     assert fingerprint_of(read(file), moved)["command"]["dataset"] == "elsewhere.json"
 
@@ -227,7 +234,14 @@ eval: {general: {dataset: {_type: json, file_path: held.json}}}
     (near / "held.json").write_text("[1]")
     assert differences(before, facts()) == [
         "judged.py (validation): the code has changed",
-        "command.validation_dataset: the file's content has changed",
+        "command.validation_dataset: the content of held.json has changed",
+    ]
+    (near / "moved.json").write_text("[1]")
+    (near / "val.yml").write_text(own.replace("held.json", "moved.json"))
+    assert differences(before, facts())[1:] == [
+        "command.validation_dataset: moved.json has another content than held.json, which the run "
+        "started with",
+        f"command.validation_config_file: the content of {near / 'val.yml'} has changed",
     ]
 
 

@@ -382,7 +382,7 @@ def test_a_run_does_not_go_on_with_other_code_and_the_dry_run_says_so(
     lines = str(refused.value).splitlines()
     assert lines[1:3] == [
         "  wording.py: the code has changed",
-        "  command.validation_dataset: the file's content has changed",
+        "  command.validation_dataset: the content of val.json has changed",
     ]
     assert "Undo the change" in lines[3] and "--fresh" in lines[3]
     caplog.clear()

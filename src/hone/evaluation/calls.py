@@ -134,12 +134,11 @@ class _Measure(Rule):
     """Time or tokens that an item took."""
 
     max_concurrency: int = Field(default=8, ge=1)
+    """Accepted for compatibility with NeMo Agent Toolkit; has no effect."""
 
     @property
     def needs_answer(self) -> bool:
         return False
-
-    """Accepted for compatibility with NeMo Agent Toolkit; has no effect."""
 
 
 class AvgLlmLatency(_Measure, name="avg_llm_latency"):

@@ -67,6 +67,8 @@ FREE = (
 )
 """Keys that may change between two starts."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+FILES = "files"
+"""Key under which the names of the compared files are stored, by the key of their content."""
 CODE = "code"
 """Key under which the user's code is stored, by file."""
 
@@ -82,37 +84,56 @@ def fingerprint_of(
     if adapter is not None and adapter.training.schedule == "linear":
         # The learning rate of each job depends on how many are planned.
         written.setdefault("finetuning", {})["num_epochs"] = document.finetuning.num_epochs
-    held_out = _digest(options.validation_dataset, document.file)
+    held_out, near = options.validation_dataset, document.file
     if held_out is None and validating is not None:
-        held_out = _digest(_file_of(validating), validating.file)
+        held_out, near = _file_of(validating), validating.file
+    training = options.dataset or _file_of(document)
     code = code_of(document)
     if validating is not None:
         code |= {f"{name} (validation)": held for name, held in code_of(validating).items()}
     command = {
         "result_json_path": options.result_json_path,
-        "dataset": _digest(options.dataset or _file_of(document), document.file),
-        "validation_dataset": held_out,
+        "dataset": _digest(training, document.file),
+        "validation_dataset": _digest(held_out, near),
         "validation_config_file": _digest(options.validation_config_file, document.file),
         "endpoint": True if options.endpoint else None,
     }
-    return plain({**written, CODE: code, "command": command})
+    files = {
+        "command.dataset": training,
+        "command.validation_dataset": held_out,
+        "command.validation_config_file": options.validation_config_file,
+    }
+    named = {key: str(file) for key, file in files.items() if file is not None}
+    return plain({**written, CODE: code, "command": command, FILES: named})
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed between two starts, one line per key."""
-    before, after = dict(_leaves(then)), dict(_leaves(now))
+    """What changed between two starts, one line per key. A file may move; its content counts."""
+    files = [dict(fingerprint.get(FILES, {})) for fingerprint in (then, now)]
+    before, after = (
+        dict(_leaves({key: value for key, value in fingerprint.items() if key != FILES}))
+        for fingerprint in (then, now)
+    )
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [_difference(key, before.get(key), after.get(key)) for key in changed]
+    return [
+        _difference(key, before.get(key), after.get(key), *(named.get(key) for named in files))
+        for key in changed
+    ]
 
 
-def _difference(key: str, then: Any, now: Any) -> str:
+def _difference(key: str, then: Any, now: Any, file_then: str | None, file_now: str | None) -> str:
+    """One line; the files are those whose content the key stands for."""
     file = key.removeprefix(f"{CODE}.")
     if file != key and then and now:
         return f"{file}: the code has changed"
     if file != key:
         return f"{file}: " + ("code that the run did not use" if now else "no longer used")
     if all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in (then, now)):
-        return f"{key}: the file's content has changed"
+        if file_then == file_now or file_then is None:
+            return f"{key}: the content of {file_now} has changed"
+        return f"{key}: {file_now} has another content than {file_then}, which the run started with"
+    if file_then or file_now:
+        return f"{key}: {file_then or 'no file'} then, {file_now or 'no file'} now"
     return f"{key}: {then!r} then, {now!r} now"
 
 
