@@ -357,6 +357,8 @@ class MemoryAdapter(TrainerAdapter):
         self.opened: list[tuple[str, int]] = []
         self.anew: list[str | None] = []
         self.hangs = False
+        self.reason: str | None = None
+        """Why its jobs make no gradient step; None: they make one."""
         self._steps: dict[str, int] = {}
 
     async def is_healthy(self) -> bool:
@@ -381,6 +383,7 @@ class MemoryAdapter(TrainerAdapter):
             "job": f"job-{key}",
             "step": self._steps.get(key),
             "metrics": {"learn/loss": 0.5},
+            "reason": self.reason,
         }
         return TrainingJobStatus(
             run_id=ref.run_id,

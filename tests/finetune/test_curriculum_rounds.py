@@ -80,4 +80,24 @@ def test_no_trajectories_says_what_was_left_out():
     assert message.startswith("No trajectories collected for epoch 5. Left out: no_logprobs: 3.")
     assert "['search']" in message
     assert "no rollout was run" in none_collected(0, {}, [])
+
+
+def test_no_trajectories_names_the_first_cause():
+    broken = record("policy", "agent_error").model_copy(
+        update={
+            "failure": FailureRecord(
+                kind="policy", reason="agent_error", type="KeyError", message="'x'", place="a.py:7"
+            )
+        }
+    )
+    later = record("infrastructure", "connection")
+    counts = {"policy/agent_error": 1, "infrastructure/connection": 1}
+    message = none_collected(
+        0, counts, ["<workflow>"], [record(not_trained="greedy"), broken, later]
+    )
+    assert message.startswith(
+        "No trajectories collected for epoch 1. Left out: policy/agent_error: 1, "
+        "infrastructure/connection: 1. The first failure: KeyError: 'x' (a.py:7). Fix what failed"
+    )
+    assert "target_functions" not in message
     assert FailureRecord(kind="policy", reason="x").type == ""

@@ -36,6 +36,44 @@ def test_a_run_ends_with_0_a_report_and_everything_closed(
     assert len(plots) == 1 and plots[0].stat().st_size > 1000
 
 
+def test_a_run_that_trained_nothing_says_so_last(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    Parts.adapter.reason = "every group has equal rewards"
+    assert command() == 0
+    last = caplog.records[-1]
+    assert (last.levelname, last.message) == (
+        "WARNING",
+        f"Nothing was trained in 2 epochs of run {command.run_id}: every group has equal rewards.",
+    )
+    assert "completed successfully" not in caplog.text
+    (finished,) = command.events("run_finished")
+    assert finished["message"] == last.message
+
+
+def test_a_curriculum_that_leaves_nothing_says_so_last(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    Parts.builder.reward = lambda *at: 0.5
+    assert command(("finetuning.curriculum_learning.enabled", "true")) == 0
+    assert caplog.records[-1].message == (
+        f"Nothing was trained in 2 epochs of run {command.run_id}: the curriculum left no group to "
+        "train on."
+    )
+
+
+def test_an_error_without_words_is_named_by_its_class(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    def reward(*at: object) -> float:
+        return {}["reward"]
+
+    Parts.builder.reward = reward
+    assert command() == 1
+    last = caplog.records[-1].message
+    assert last == f"epoch 1 of run {command.run_id}: KeyError: 'reward'"
+
+
 def test_no_file_holds_a_secret(command: Command):
     command()
     effective = yaml.safe_load((command.out / "config_effective.yml").read_text())

@@ -455,13 +455,27 @@ def _last(failed: Sequence[RolloutRecord]) -> str:
     return "\n".join(list(messages)[:MESSAGES_SHOWN])
 
 
-def none_collected(epoch: int, dropped: Mapping[str, int], targets: Sequence[str]) -> str:
-    """The error for an epoch without trajectories."""
+def none_collected(
+    epoch: int,
+    dropped: Mapping[str, int],
+    targets: Sequence[str],
+    records: Sequence[RolloutRecord] = (),
+) -> str:
+    """The error for an epoch without trajectories, with the first cause among its records."""
     why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
+    first = next((r.failure for r in records if r.failure and r.failure.type), None)
+    if first is not None:
+        at = f" ({first.place})" if first.place else ""
+        message = first.message.strip().rstrip(".")
+        cause = f"The first failure: {first.type}: {message}{at}."
+    else:
+        cause = (
+            f"Check that finetuning.target_functions {list(targets)!r} names functions that call the "
+            "trained model, and that the reward's evaluator gives a score (`hone eval` shows every "
+            "one)."
+        )
     return (
-        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. Check that "
-        f"finetuning.target_functions {list(targets)!r} names functions that call the trained "
-        "model, and that the reward's evaluator gives a score (`hone eval` shows every one). Fix "
+        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. {cause} Fix "
         "what failed and run the same command again: rollouts that gave nothing to train on are run "
         "again, the others are kept. If the code had to change, add --fresh."
     )

@@ -99,12 +99,15 @@ class RunState:
             return False
         return all(map(self.is_done, range(num_epochs))) or self.reason_to_stop() is not None
 
-    def last_job(self, epoch: int) -> JobDone | None:
-        """The epoch's newest job; raises RolloutError if the epoch collected nothing."""
+    def last_job(self, epoch: int, records: Sequence[RolloutRecord] = ()) -> JobDone | None:
+        """The epoch's newest job; raises RolloutError if the epoch collected nothing.
+
+        `records`: its rollouts, which name the cause.
+        """
         rounds = self.history.rounds_of(epoch)
         if not any(r.metrics.get("num_trajectories") for r in rounds):
             why = sum((r.dropped for r in rounds), start=Counter[str]())
-            raise RolloutError(none_collected(epoch, why, self.config.target_functions))
+            raise RolloutError(none_collected(epoch, why, self.config.target_functions, records))
         return next((r.job for r in reversed(rounds) if isinstance(r.job, JobDone)), None)
 
     # ---- what comes next ------------------------------------------------------------------

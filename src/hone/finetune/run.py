@@ -16,6 +16,7 @@ import logging
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -161,7 +162,8 @@ class Run:
         self.loggers.close()  # before the report, which counts those that stopped
         self._report()
         if status is COMPLETED:
-            log.info("%s", message)
+            write = log.info if self._why_untrained() is None else log.warning
+            write("%s", message)
             return 0
         log.error("%s", message)
         return 1
@@ -307,9 +309,25 @@ class Run:
         if not statuses:
             return TrainingStatusEnum.FAILED, f"run {run_id}: the trainer trained no epoch"
         epochs, stopped = counted(len(statuses), "epoch"), self.state.reason_to_stop()
-        if stopped and len(statuses) < self.config.num_epochs:
+        is_early = stopped and len(statuses) < self.config.num_epochs
+        if (why := self._why_untrained()) is not None:
+            after = f" The run stopped early: {stopped}" if is_early else ""
+            return COMPLETED, f"Nothing was trained in {epochs} of run {run_id}: {why}.{after}"
+        if is_early:
             return COMPLETED, f"Stopped early after {epochs}: {stopped}"
         return COMPLETED, f"Finetuning completed successfully: {epochs}, run {run_id}"
+
+    def _why_untrained(self) -> str | None:
+        """Why no job of the run changed the model; None if one did."""
+        jobs = self.state.history.jobs
+        if not jobs:
+            return "the curriculum left no group to train on"
+        reasons = Counter(job.reason for job in jobs)
+        [(reason, count), *_] = reasons.most_common()
+        if not all(reasons):
+            return None
+        most = f" ({count} of {counted(len(jobs), 'job')})" if len(reasons) > 1 else ""
+        return f"{(reason or '').strip().rstrip('.')}{most}"
 
     def interrupted(self) -> int:
         """Write a brief report; the exit status is 130, even if that fails."""

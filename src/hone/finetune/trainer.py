@@ -153,9 +153,11 @@ class ARTTrainer(Trainer):
                         await self._wait(job, epoch, round)
             status = self._outcome(epoch)
         except Exception as error:  # plugins may raise anything; the run ends and reports it
+            message = str(error)
             if not isinstance(error, HoneError):
                 log.error("epoch %d failed", epoch + 1, exc_info=error)
-            status = self._status(epoch, FAILED, str(error) or type(error).__name__)
+                message = f"{type(error).__name__}: {error}".removesuffix(": ")
+            status = self._status(epoch, FAILED, message or type(error).__name__)
         phases = {name: spent - before[name] for name, spent in self.state.history.phases.items()}
         self.events.append("epoch_done", epoch=epoch, status=status.status, phases=phases)
         self._files.refresh()
@@ -360,13 +362,16 @@ class ARTTrainer(Trainer):
         learned = {key: outcome[key] for key in ("epoch", "round", "job", "step")}
         learned |= outcome["metrics"] or {}
         self._adapter.log_progress(job, learned, str(self._config.output_dir))
-        log.info("Training %s completed successfully.", self._run_id)
         if outcome.get("reason"):
             self._warn(f"epoch {epoch + 1}: nothing was learned: {outcome['reason']}")
+        else:
+            log.info("Training %s completed successfully.", self._run_id)
 
     def _outcome(self, epoch: int) -> TrainingJobStatus:
         """The status of an epoch whose rounds have ended."""
-        job = self.state.last_job(epoch)
+        rounds = range(len(self._rounds(epoch)))
+        records = [r for round in rounds for r in self.journal.records("train", epoch, round)]
+        job = self.state.last_job(epoch, records)
         if job is None:
             return self._status(epoch, COMPLETED, NO_GROUP)
         shown = job.model_dump(include={"job", "step", "metrics", "reason"}, exclude_unset=True)
