@@ -68,6 +68,10 @@ class RunStarted(Event, frozen=True):
     """Rollouts per training example."""
     validation_examples: int | None = None
     """Held-out examples; 0 without a validation dataset."""
+    shared_inputs: int = 0
+    """Held-out examples whose input is that of a training example."""
+    shared_ids: int = 0
+    """Held-out examples whose id is that of a training example with another input."""
     validation_interval: int | None = None
     """Epochs between two validations."""
     validation_greedy: bool = False

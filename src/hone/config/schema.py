@@ -145,6 +145,9 @@ class ValidationConfig(Strict):
     """Sample at temperature 0, whatever the workflow asks for."""
     reps: int = Field(default=1, ge=1)
     """Rollouts per example."""
+    allow_training_examples: bool = False
+    """Accept the file of the training examples as validation dataset. The held-out reward then says
+    nothing about other inputs."""
 
 
 class FinetuneRunConfig(Strict):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hone.config.check import WORKFLOW, is_run, salvage
 from hone.config.policy import address_of, choose_policy, needs_training_server, openai_url
-from hone.config.problems import ConfigProblems, Mistakes, Problem
+from hone.config.problems import ConfigProblems, Mistakes, Place, Problem
 from hone.config.schema import Document, FinetuneRunConfig, examine
 from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import FILE_DATASETS
@@ -29,6 +29,7 @@ from hone.finetune.dataset_checks import (
 )
 from hone.finetune.fingerprint import code_of, targets_of
 from hone.finetune.objectives import objective_mistakes
+from hone.finetune.overlap import same_dataset
 from hone.workflow.target import load_target
 
 _NAMED = re.compile(r"""\bfunction\(\s*["']([!-~]+?)["']\s*\)""")
@@ -60,6 +61,10 @@ def read_documents(options: FinetuneRunConfig) -> tuple[Document, Document | Non
         held_out, problems = validation, [*problems, *wrong]
     problems += check_file("--dataset", options.dataset, document, reward, trained=True)
     problems += check_file("--validation_dataset", options.validation_dataset, held_out, reward)
+    if document is not None and validates and not problems:
+        option = "--validation_dataset" if options.validation_dataset else "validation"
+        if (message := same_dataset(options, document, validation)) is not None:
+            problems.append(Problem(Place(option), (), message))
     if document is None or problems:
         raise ConfigProblems(problems)
     if not document.finetuning.enabled:

@@ -36,6 +36,7 @@ from hone.finetune.checks import read_documents
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
 from hone.finetune.journal import Journal
+from hone.finetune.overlap import overlap
 from hone.finetune.plan import dry_run
 from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
@@ -186,12 +187,18 @@ class Run:
         training = await self._evaluation(builder, self.options.dataset, scores_rows=scored)
         held_out = await self._validation(stack, builder)
         trainer.bind_evaluations(training, held_out)
+        shared = overlap(training.items, held_out.items if held_out else [])
         await self._announce(
             adapter,
             examples=len(training.items),
             generations=trajectories.num_generations,
-            validation_examples=len(held_out.items) if held_out else 0,
+            validation_examples=shared.held_out,
+            shared_inputs=len(shared.by_input),
+            shared_ids=len(shared.by_id),
         )
+        if shared.warning is not None:
+            log.warning("%s", shared.warning)
+            self.events.append("warning", message=shared.warning)
         if held_out is not None and held_out.compares():
             message = COMPARED_VALIDATION.format(reward=self.reward)
             log.warning("%s", message)
@@ -206,7 +213,7 @@ class Run:
                 trainer_adapter=adapter,
                 evaluation=training,
                 run_id=self.journal.run_id,
-                validation_examples=len(held_out.items) if held_out else 0,
+                validation_examples=shared.held_out,
                 validation_interval=self.options.validation_interval,
             )
             self._refuse_failed(checks)

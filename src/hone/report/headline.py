@@ -10,7 +10,7 @@ that only one of them scored, rewards of training examples.
 
 from hone.report.estimate import MIN_PAIRS, Estimate
 from hone.report.outcome import Outcome
-from hone.report.text import counted, interval, number, p_value
+from hone.report.text import counted, have, interval, number, p_value
 
 
 def headline(outcome: Outcome) -> tuple[str, str, str]:
@@ -53,6 +53,7 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
     p = f", {p_value(gain)}" if gain.p is not None else ""
     change = f"The change{steps} is {interval(gain)}{_paired(outcome, gain)}{p}."
     basis = [change, _certainty(outcome, gain), _choice(outcome), _failures(outcome)]
+    basis.append(_shared_with_training(outcome))
     if not outcome.held_out:
         epochs = f"epoch {first.epoch + 1} and epoch {last.epoch + 1}"
         training = (
@@ -118,6 +119,20 @@ def _failures(outcome: Outcome) -> str:
         f"{before.failure_rate or 0.0:.0%} of the rollouts failed because of the model before and "
         f"{after.failure_rate or 0.0:.0%} after; each counts as {number(reward)} on both sides."
     )
+
+
+def _shared_with_training(outcome: Outcome) -> str:
+    """How many held-out examples the model was trained on."""
+    run = outcome.history.run
+    parts = []
+    if run.shared_inputs:
+        parts.append(f"{have(run.shared_inputs)} the input of a training example")
+    if run.shared_ids:
+        parts.append(f"{have(run.shared_ids)} the id of one with another input")
+    if not outcome.held_out or not parts:
+        return ""
+    count = counted(run.validation_examples or 0, "held-out example")
+    return f"Of the {count}, {' and '.join(parts)}, which the model may have learned by heart."
 
 
 def _sentence(text: str | None) -> str:

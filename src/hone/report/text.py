@@ -65,6 +65,11 @@ def duration(seconds: float) -> str:
     return " ".join(f"{n} {unit}" for n, unit in units[largest:][:2] if n) or "0 s"
 
 
+def have(number: int) -> str:
+    """A number with its verb: `1 has` or `2 have`."""
+    return f"{number:,} {'has' if number == 1 else 'have'}"
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
