@@ -401,3 +401,51 @@ class RecordedCall(Strict):
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
         return names_fixed_step(self.asked)
+
+
+class CallSummary(Strict):
+    """A recorded call without its text and tokens: what decides whether it is trained."""
+
+    id: str
+    index: int
+    """Its index among the rollout's requests."""
+    choice: int = 0
+    model: str
+    """PROJECT/NAME, or the base model's name."""
+    asked: str = ""
+    """The model name of the request; empty in records of earlier versions."""
+    base_model: str
+    finish: str
+    abandoned: bool = False
+    """The client disconnected before the last byte."""
+    function: str = ""
+    """Path of the function that made the call."""
+    temperature: float
+    step: int
+    """The policy version that answered."""
+    num_tokens: int
+    """Number of sampled tokens."""
+    logprob: float | None
+    """Sum of their log-probabilities; None if those are unknown."""
+    tokens_sha256: str
+    """Hash of the sampled token ids: equal answers have the same."""
+
+    @classmethod
+    def of(cls, one: RecordedCall) -> Self:
+        """The summary of a recorded call."""
+        sampled = one.call.completion_ids
+        return cls(
+            **one.model_dump(
+                include={"id", "index", "choice", "model", "asked", "base_model"}
+                | {"finish", "abandoned"}
+            ),
+            **one.call.model_dump(include={"function", "temperature", "step"}),
+            num_tokens=len(sampled),
+            logprob=None if one.call.logprobs is None else sum(one.call.logprobs),
+            tokens_sha256=hashlib.sha256(repr(sampled).encode()).hexdigest(),
+        )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never trained."""
+        return names_fixed_step(self.asked)

@@ -100,10 +100,10 @@ async def test_a_server_that_cannot_be_asked_is_a_failure_of_the_world(
 ):
     async with world(server, tiny_model, rollout_retries=0) as w:
 
-        async def recorded(rollout: str) -> Any:
+        async def summaries(rollout: str) -> Any:
             raise Unavailable("closing")
 
-        w.adapter.recorded = recorded
+        w.adapter.summaries = summaries
         w.bind(w.say, ["one"])
         assert (await w.collect()).trajectories == []
         assert w.builder.dropped == {"infrastructure/server_error": 2}

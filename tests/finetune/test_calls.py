@@ -16,13 +16,13 @@ from hone.finetune.calls import (
     shaped_rewards,
 )
 from hone.finetune.rerender import conversations, episode
-from hone.types import Call, RecordedCall
+from hone.types import Call, CallSummary, RecordedCall
 
 ASK = [{"role": "user", "content": "hi"}]
 LOGPROBS = {"content": [{"token": "4", "logprob": -0.5}]}
 
 
-def recorded(id: str, index: int = 0, function: str = "<workflow>", **changes: Any) -> RecordedCall:
+def recorded(id: str, index: int = 0, function: str = "<workflow>", **changes: Any) -> CallSummary:
     call = {
         "prompt_ids": [1],
         "completion_ids": [2],
@@ -44,7 +44,7 @@ def recorded(id: str, index: int = 0, function: str = "<workflow>", **changes: A
         "finish": "stop",
         "call": Call(**call),
     }
-    return RecordedCall(**fields | changes)
+    return CallSummary.of(RecordedCall(**fields | changes))
 
 
 def seen(

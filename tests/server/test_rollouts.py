@@ -18,7 +18,7 @@ from hone.chat.bridge import Reason
 from hone.server import conversations
 from hone.server.conversations import request_seed
 from hone.store.calls import CallStore
-from hone.types import ModelSpec, RecordedCall, RunSpec
+from hone.types import Call, CallSummary, ModelSpec, RecordedCall, RunSpec
 from hone.wire.rollout import RolloutScope
 
 SAID = "the weather in the city"
@@ -240,6 +240,65 @@ def test_turns_continue_over_a_new_step_of_the_policy(
 
 
 # ---- scope -----------------------------------------------------------------------------------
+
+
+def long_rollout(count: int) -> list[RecordedCall]:
+    """A rollout of so many turns: each adds 200 tokens and their text to the prompt, and 100 more."""
+    calls, messages, ids = [], [], []
+    for turn in range(count):
+        messages = [*messages, user("a word or two " * 60)]
+        ids = [*ids, *range(20_000, 20_200)]
+        completion = list(range(30_000 + turn, 30_100 + turn))
+        answer = {"role": "assistant", "content": "an answer " * 40}
+        call = Call(
+            prompt_ids=ids, completion_ids=completion, logprobs=[-0.123456789] * 100, step=4,
+            temperature=0.7, function="<workflow>.search",
+        )  # fmt: skip
+        calls.append(
+            RecordedCall(
+                id=f"call-{turn}",
+                rollout="long",
+                index=turn,
+                model="p/n",
+                asked="n",
+                base_model="base",
+                adapter_sha256=None,
+                fingerprint="f",
+                created_at=0.0,
+                messages=messages,
+                reply=answer,
+                finish="length" if turn == 3 else "stop",
+                call=call,
+            )
+        )
+        messages, ids = [*messages, answer], [*ids, *completion]
+    return calls
+
+
+def test_the_summary_of_a_long_rollout_is_small(
+    make_server: MakeServer, http: httpx.Client
+) -> None:
+    server, calls = make_server([]), long_rollout(30)
+    for call in calls:
+        server.state.calls.add([call])
+    whole = http.get(f"{server.control_url}/v1/rollouts/long")
+    brief = http.get(f"{server.control_url}/v1/rollouts/long/summary")
+    # 30 calls: 1.50 MB with text and tokens, 9.2 kB without (307 bytes a call).
+    assert len(whole.content) > 1_000_000 and len(brief.content) < 30 * 400
+    summaries = [CallSummary.model_validate(one) for one in brief.json()["calls"]]
+    assert summaries == [
+        CallSummary.of(RecordedCall.model_validate(c)) for c in whole.json()["calls"]
+    ]
+    fourth = summaries[3]
+    assert (fourth.id, fourth.index, fourth.finish, fourth.step) == ("call-3", 3, "length", 4)
+    assert (fourth.function, fourth.temperature, fourth.num_tokens) == (
+        "<workflow>.search",
+        0.7,
+        100,
+    )
+    assert fourth.logprob == pytest.approx(-12.3456789)
+    assert len({one.tokens_sha256 for one in summaries}) == 30, "their answers differ"
+    assert http.get(f"{server.control_url}/v1/rollouts/none/summary").json()["calls"] == []
 
 
 def test_a_call_as_it_is_recorded(

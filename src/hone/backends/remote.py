@@ -30,6 +30,7 @@ from hone.progress import Progress
 from hone.train_config import TrainSFTConfig
 from hone.trajectory import SHORT_LOGPROBS, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import (
+    CallSummary,
     CheckpointInfo,
     JobEvent,
     JobInfo,
@@ -277,6 +278,11 @@ class RemoteBackend(Server):
                 held = await self.ask("GET", path, patience_s=0.0)
             if not held["holding"]:
                 return float(held["held_s"])
+
+    async def call_summaries(self, rollout: str) -> list[CallSummary]:
+        """The recorded calls of a rollout, without their text and tokens."""
+        path = f"/v1/rollouts/{quote(rollout, safe=':~')}/summary"
+        return [_read(CallSummary, item) for item in (await self.ask("GET", path))["calls"]]
 
     # ---- jobs -----------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         """The model on the server; known after `initialize`."""
         self.model_name, self.base_model = f"{config.project}/{config.name}", config.base_model
         self.recorded, self.unscoped_calls = self.backend.calls, self.backend.unmarked
+        self.summaries = self.backend.call_summaries
         self.training_jobs: dict[str, str] = {}
         """The newest job of each run, by run id."""
 

@@ -236,7 +236,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """The calls that are trained: recorded by the server, or seen by this process."""
         if self.server is None:
             return from_seen(seen, self.targets)
-        calls = await self.server.recorded(rollout)
+        calls = await self.server.summaries(rollout)
         if not calls and self._config.allow_foreign_endpoint:
             return from_seen(seen, self.targets)
         return from_recorded(calls, seen, self.targets)

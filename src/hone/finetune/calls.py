@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hone.capture.base import SeenCall, Step
 from hone.capture.openai import LEFT
 from hone.errors import HoneError
-from hone.types import ModelInfo, RecordedCall
+from hone.types import CallSummary, ModelInfo, RecordedCall
 
 logger = logging.getLogger("hone")
 
@@ -67,7 +67,11 @@ class ModelServer(Protocol):
         ...
 
     async def recorded(self, rollout: str) -> list[RecordedCall]:
-        """The recorded calls of a rollout."""
+        """The recorded calls of a rollout, with their messages and tokens."""
+        ...
+
+    async def summaries(self, rollout: str) -> list[CallSummary]:
+        """The recorded calls of a rollout, without text and tokens: a long rollout is megabytes."""
         ...
 
     async def unscoped_calls(self, run_id: str) -> Mapping[str, int]:
@@ -110,8 +114,9 @@ class SampledCall:
     """An empty dict if the server recorded them."""
     token_ids: list[int] | None = None
     """Token ids, if a foreign server returns them."""
-    tokens: Sequence[Any] = ()
-    """Sampled token ids, or the text of each token if a foreign server returns no ids."""
+    tokens: Any = None
+    """Equal for equal answers: the hash of the sampled ids, or the text of each token of a foreign
+    server."""
     logprob: float = 0.0
     """Sum of the log-probabilities."""
 
@@ -136,16 +141,31 @@ class TrainedCalls:
 
 
 def from_recorded(
-    recorded: Sequence[RecordedCall], seen: Sequence[SeenCall], targets: Targets
+    recorded: Sequence[CallSummary], seen: Sequence[SeenCall], targets: Targets
 ) -> TrainedCalls:
-    """Select from the recorded calls; `seen` has the model name that each call requested."""
+    """Select from the recorded calls; `seen` has the model name that each call requested.
+
+    The selected calls have no text: the server has it.
+    """
     requests = {choice["call_id"]: c for c in seen for choice in c.choices if "call_id" in choice}
     trained = TrainedCalls()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
         request = requests.pop(one.id, None)
         why = _not_trained(one, request and request.model, targets)
         if why is None:
-            trained.sampled.append(_sampled(one, one.index if request is None else request.index))
+            place = one.index if request is None else request.index
+            trained.sampled.append(
+                SampledCall(
+                    one.id,
+                    place,
+                    messages=[],
+                    reply={},
+                    finish=one.finish,
+                    logprobs={},
+                    tokens=one.tokens_sha256,
+                    logprob=one.logprob or 0.0,
+                )
+            )
         else:
             trained.dropped[why] += 1
     # A server records an abandoned call when it notices that the client left, maybe later.
@@ -157,20 +177,11 @@ def from_recorded(
 def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[SampledCall]:
     """The recorded calls with these ids, in the order of the requests."""
     ordered = sorted(recorded, key=lambda c: (c.index, c.choice))
-    return [_sampled(one, one.index) for one in ordered if one.id in ids]
-
-
-def _sampled(one: RecordedCall, place: int) -> SampledCall:
-    return SampledCall(
-        one.id,
-        place,
-        one.messages or [],
-        one.reply,
-        one.finish,
-        logprobs={},
-        tokens=one.call.completion_ids,
-        logprob=sum(one.call.logprobs or ()),
-    )
+    return [
+        SampledCall(one.id, one.index, one.messages or [], one.reply, one.finish, logprobs={})
+        for one in ordered
+        if one.id in ids
+    ]
 
 
 def from_seen(seen: Sequence[SeenCall], targets: Targets) -> TrainedCalls:
@@ -207,7 +218,7 @@ def from_seen(seen: Sequence[SeenCall], targets: Targets) -> TrainedCalls:
     return trained
 
 
-def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> str | None:
+def _not_trained(one: CallSummary, requested: str | None, targets: Targets) -> str | None:
     """Why a recorded call is not trained; None if it is."""
     if one.abandoned:
         return "abandoned"
@@ -221,11 +232,11 @@ def _not_trained(one: RecordedCall, requested: str | None, targets: Targets) -> 
         names = {name} if name else {one.model, one.base_model}
         if not names & targets.models:
             return "not_target_model"
-    if not targets.has_function(one.call.function):
+    if not targets.has_function(one.function):
         return "not_target_function"
-    if not one.call.completion_ids or one.call.logprobs is None:
+    if not one.num_tokens or one.logprob is None:
         return "no_logprobs"
-    return "greedy" if one.call.temperature == 0 else None
+    return "greedy" if one.temperature == 0 else None
 
 
 # ---- values of steps ------------------------------------------------------------------------

@@ -195,7 +195,7 @@ async def _reaches(llm: LLM, server: ModelServer, run_id: str) -> Check:
             client = llm.client.with_options(max_retries=0)
             hello: list[Any] = [{"role": "user", "content": "Hello"}]
             answer = await client.chat.completions.create(messages=hello, **request)
-        recorded = await server.recorded(id)
+        recorded = await server.summaries(id)
     except (openai.OpenAIError, HoneError, TimeoutError) as error:
         why = str(error) or type(error).__name__
         return Check(
@@ -217,7 +217,7 @@ async def _reaches(llm: LLM, server: ModelServer, run_id: str) -> Check:
         )
     [call, *_] = recorded
     if call.model == server.model_name and not call.is_frozen:
-        step = call.call.step
+        step = call.step
         return Check(name, True, f"{where} reaches {call.model} at step {step}, with token ids")
     who = "the base weights" if call.model == server.model_name else call.model
     return Check(name, True, f"{where} is answered by {who}, and is not trained")

@@ -1,7 +1,8 @@
 """Routes for recorded rollouts, and for runs, whose rollouts are kept until they are closed.
 
 In:   the id of a rollout or of a run
-Out:  GET /v1/rollouts/{id} and /held; POST and GET /v1/runs, GET /v1/runs/{id}, POST /v1/runs/{id}/close
+Out:  GET /v1/rollouts/{id}, its /summary and its /held; POST and GET /v1/runs, GET /v1/runs/{id},
+      POST /v1/runs/{id}/close
 
 A rollout without calls gives an empty list, not an error: an agent may make no model call.
 """
@@ -19,7 +20,7 @@ from hone.errors import Conflict, NotFound
 from hone.server.bodies import JsonRoute
 from hone.server.holds import covered_s
 from hone.server.state import State
-from hone.types import Name, RecordedCall, RolloutId, RunSpec, Strict
+from hone.types import CallSummary, Name, RecordedCall, RolloutId, RunSpec, Strict
 
 DAY_S = 86400.0
 MAX_WAIT_S = 60.0
@@ -45,6 +46,13 @@ class RolloutHeld(Strict):
     """Number of its calls that are being answered."""
     holding: bool
     """Whether one of them is held now."""
+
+
+class RolloutSummary(Strict):
+    """The calls of one rollout without their text and tokens, in the order of their requests."""
+
+    rollout: str
+    calls: list[CallSummary]
 
 
 class RunInfo(RunSpec):
@@ -94,6 +102,12 @@ def routes(state: State) -> APIRouter:
             open=holds.open(rollout_id),
             holding=holds.is_held(rollout_id),
         )
+
+    @router.get("/v1/rollouts/{rollout_id}/summary")
+    def summary(rollout_id: Annotated[RolloutId, Path()]) -> RolloutSummary:
+        """Every call of a rollout, with counts instead of text and tokens."""
+        calls = [CallSummary.of(call) for call in state.calls.rollout(rollout_id)]
+        return RolloutSummary(rollout=rollout_id, calls=calls)
 
     @router.post("/v1/runs")
     def open_run(spec: RunSpec) -> RunInfo:
