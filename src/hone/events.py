@@ -204,13 +204,25 @@ class JobProgress(Event, frozen=True):
     phase: str
     """What the learner does, such as `train`."""
     step: int
-    """Optimizer step, from 1."""
+    """Optimizer step, from 0."""
     steps: int
     """Optimizer steps of the job."""
     row: int | None = None
     """Row of the optimizer step, from 0."""
     rows: int | None = None
     """Rows of the optimizer step."""
+    done: int | None = None
+    """Rows of the job that are computed, in all passes."""
+    total: int | None = None
+    """Rows of the job in all passes."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Rows that are computed, and all rows; optimizer steps if the backend counts no rows."""
+        if self.done is not None and self.total is not None:
+            return self.done, self.total
+        rows = self.rows or 1
+        return self.step * rows + (self.row or 0), self.steps * rows
 
 
 class JobDone(RoundEvent, frozen=True):

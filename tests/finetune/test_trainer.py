@@ -5,6 +5,7 @@ import logging
 import re
 
 import pytest
+from tests.fakes import ScriptedBuilder
 from tests.finetune.trainers import Bench, evaluation, rising
 
 from hone.config.schema import (
@@ -40,6 +41,26 @@ async def test_the_console_reads_as_in_the_seed(bench: Bench, caplog: pytest.Log
     assert re.fullmatch(r"Training art_run_[0-9a-f]{8} completed successfully\.", messages[2])
     assert messages[3] == "Completed epoch 1/2"
     assert messages[5] == "Epoch 2 progress logged - Avg Reward: 0.3000, Trajectories: 8"
+
+
+async def test_the_reward_of_an_epoch_is_that_of_all_its_rounds(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+):
+    """Three of four examples in the first round, the last in the second."""
+    bench.keys = {"groups_per_step": 3}
+    rewards = dict(zip("abcd", (0.1, 0.2, 0.3, 0.8), strict=True))
+    bench.builder = ScriptedBuilder(lambda epoch, example, generation: rewards[example])
+    with caplog.at_level(logging.INFO, logger="hone"):
+        await bench.run(1)
+    messages = [record.message for record in caplog.records if "Avg Reward" in record.message]
+    rounds = {e["round"]: e["metrics"] for e in bench.events("epoch_collected")}
+    first, second = (rounds[i]["avg_reward"] for i in (0, 1))
+    # All four: (0.1 + 0.2 + 0.3 + 0.8) / 4 = 0.35, whichever of them came first.
+    assert messages == [
+        f"Epoch 1 round 1 of 2 - Avg Reward: {first:.4f}, Trajectories: 6",
+        f"Epoch 1 round 2 of 2 - Avg Reward: {second:.4f}, Trajectories: 2",
+        "Epoch 1 progress logged - Avg Reward: 0.3500, Trajectories: 8",
+    ]
 
 
 async def test_the_metrics_have_the_names_and_the_order_of_the_original(bench: Bench):

@@ -50,10 +50,30 @@ def test_a_job_is_rows_of_steps():
             | {"job": "j", "trajectories": 8, "groups": 2}
         )
     )
-    progress = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 2, "steps": 3}
-    state.add(parse(progress | {"row": 4, "rows": 10}))
-    # One whole step of 10 rows, and 4 of the second, of 30 in all.
-    assert (state.stage, state.progress(2.0)) == ("learning", "14 of 30 rows")
+    assert (state.stage, state.progress(1.0)) == ("learning", "")
+    # The learner counts from 0 and reports before each row. Its second step has 2 rows, the first
+    # had 10, and all 12 were scored before: when it begins the last row, 12 + 10 + 1 are computed.
+    progress = {"at": 2.0, "type": "job_progress", "phase": "train", "step": 1, "steps": 2}
+    state.add(parse(progress | {"row": 1, "rows": 2, "done": 23, "total": 24}))
+    assert state.progress(2.0) == "23 of 24 rows"
+    # A backend that counts only steps: the first is done when the second begins.
+    state.add(parse(progress))
+    assert state.progress(2.0) == "1 of 2 rows"
+
+
+def test_an_epoch_of_rounds_is_the_mean_of_its_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
+        for event in (
+            started(0.0, epochs=2),
+            *(stage(1.0, 0), collected(0, 0.25, n=30, at=2.0)),
+            *(stage(3.0, 0) | {"round": 1}, collected(0, 0.75, n=10, round=1, at=4.0)),
+            done(5.0, 0),
+        ):
+            shown.add(parse(event))
+    # (30 x 0.25 + 10 x 0.75) / 40 = 0.375
+    assert capsys.readouterr().err == "epoch 1 of 2 done: reward 0.38, 5 s, about 4 s left\n"
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

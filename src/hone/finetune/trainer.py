@@ -166,6 +166,7 @@ class ARTTrainer(Trainer):
             return status
         if status.message == NO_GROUP:
             self._warn(f"epoch {epoch + 1}: the curriculum left no group to train on")
+        self._log_rounds(epoch)
         log.info("Completed epoch %d/%d", epoch + 1, num_epochs)
         due = (epoch + 1) % diagnosis.FLAT_EPOCHS == 0
         if due and (why := diagnosis.diagnosis(self.state.history)):
@@ -192,7 +193,8 @@ class ARTTrainer(Trainer):
             return None
         job = await self._submit(submission, epoch, round)
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
-        self.log_progress(epoch, collected, output_dir)
+        place = {"round": round, "rounds": len(self._rounds(epoch))}
+        self.log_progress(epoch, place | collected, output_dir)
         # While the job runs: log the reward, and make room for the next checkpoint.
         measured = {
             "trajectories": collected["num_trajectories"],
@@ -414,14 +416,27 @@ class ARTTrainer(Trainer):
         """Log the reward; the metrics files and the plot are written in the background."""
         self._files.output_dir = Path(output_dir or self._config.output_dir)
         self._files.refresh()
-        average, count = metrics["avg_reward"], metrics["num_trajectories"]
-        shown = "none" if average is None else f"{average:.4f}"
-        message = "Epoch %d progress logged - Avg Reward: %s, Trajectories: %d"
-        log.info(message, epoch + 1, shown, count)
+        part, rounds = "progress logged", metrics.get("rounds", 1)
+        if rounds > 1:  # the epoch's own reward is logged at its end
+            part = f"round {metrics['round'] + 1} of {rounds}"
+        _log_reward(f"Epoch {epoch + 1} {part}", metrics)
+
+    def _log_rounds(self, epoch: int) -> None:
+        """Log the reward of an epoch that has several rounds."""
+        rounds = self.state.history.rounds_of(epoch)
+        if rounds and rounds[-1].of > 1:
+            entry = metrics.epoch_entry(epoch, rounds)
+            _log_reward(f"Epoch {epoch + 1} progress logged", entry)
 
     def _warn(self, message: str) -> None:
         log.warning("%s", message)
         self.events.append("warning", message=message)
+
+
+def _log_reward(title: str, metrics: dict[str, Any]) -> None:
+    average, count = metrics["avg_reward"], metrics["num_trajectories"]
+    shown = "none" if average is None else f"{average:.4f}"
+    log.info("%s - Avg Reward: %s, Trajectories: %d", title, shown, count)
 
 
 class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):

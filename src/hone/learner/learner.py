@@ -40,9 +40,15 @@ class Progress:
 
     phase: str
     step: int
+    """Optimizer step, from 0."""
     steps: int
     row: int
+    """Row of the optimizer step, from 0."""
     rows: int
+    done: int
+    """Rows of the job that are computed, in all passes."""
+    total: int
+    """Rows of the job in all passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +218,7 @@ class _Job:
         """Per optimizer step, what StepResult.logprobs holds of its labels, if requested."""
         self._on_progress = on_progress
         self._should_stop = should_stop
+        self._done = self._total = 0
 
     def run(self) -> None:
         config, batches = self.config, self.batches
@@ -221,6 +228,9 @@ class _Job:
         needs_reference = config.beta > 0 or config.kl_penalty_coef > 0 or config.loss == "dpo"
         old: list[Tensor | None] = [None] * len(batches)
         reference: list[Tensor | None] = [None] * len(batches)
+        rows = [len(batch.rows) for batch in batches]
+        self._total = sum(rows) * (1 + needs_reference + (config.loss == "dpo"))
+        self._total += sum(rows[first:]) if config.is_on_policy else 0
         if config.is_on_policy:
             for i in range(first, len(batches)):
                 old[i] = self._score(i, "old", self.learner.lora)
@@ -313,8 +323,9 @@ class _Job:
                 "adapter and optimizer are as they were before it."
             )
         if self._on_progress is not None:
-            rows = len(self.batches[step].rows)
-            self._on_progress(Progress(phase, step, len(self.batches), row, rows))
+            steps, rows = len(self.batches), len(self.batches[step].rows)
+            self._on_progress(Progress(phase, step, steps, row, rows, self._done, self._total))
+        self._done += 1
 
 
 def _finite(value: float, what: str, step: int, row: int) -> float:

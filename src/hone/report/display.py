@@ -27,6 +27,7 @@ from hone.events import (
 )
 from hone.progress import LINE_S, console, write
 from hone.report.history import History
+from hone.report.metrics import epoch_entry
 from hone.report.text import counted, duration, number
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ class State:
             case JobSubmitted():
                 self.start_stage("learning")
             case JobProgress():
-                rows = event.rows or 1
-                self.total = event.steps * rows
-                self.finished = max(0, event.step - 1) * rows + (event.row or 0)
+                self.finished, self.total = event.progress
             case EpochDone():
                 self.done = max(self.done, event.epoch + (event.status != "failed"))
                 self._done_at = event.at
@@ -131,7 +130,9 @@ class State:
         """The reward of an epoch, and how long the rest will take."""
         failed, history = ended.status == "failed", self.history
         rounds = history.rounds_of(ended.epoch)
-        parts = [f"reward {number(rounds[-1].metrics.get('avg_reward'))}"] if rounds else []
+        parts = []
+        if rounds:
+            parts.append(f"reward {number(epoch_entry(ended.epoch, rounds)['avg_reward'])}")
         parts.append(duration(self.now - self.started_at))
         if not failed and (left := self.left_s(self.now)):
             parts.append(f"about {duration(left)} left")

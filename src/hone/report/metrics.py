@@ -36,10 +36,11 @@ def write(output_dir: Path, history: History) -> None:
 
 def reward_history(history: History) -> list[dict[str, Any]]:
     """One entry per epoch. Rounds of an epoch are averaged by their number of trajectories."""
-    return [_entry(epoch, history.rounds_of(epoch)) for epoch in history.epochs]
+    return [epoch_entry(epoch, history.rounds_of(epoch)) for epoch in history.epochs]
 
 
-def _entry(epoch: int, rounds: Sequence[Round]) -> dict[str, Any]:
+def epoch_entry(epoch: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    """The numbers of an epoch over all of its rounds; there is at least one."""
     last = rounds[-1]
     return {
         "epoch": epoch,
