@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from tests.finetune.runs import STORIES, Story, events
 from tests.report.test_metrics import collected, history_of, rollout, started
 
@@ -195,6 +196,21 @@ def test_a_run_that_has_not_begun_can_be_drawn(tmp_path: Path):
 @pytest.mark.parametrize("deltas", [[0.0], [1.0, -1.0], [0.0] * 300, [i / 99 for i in range(99)]])
 def test_changes_of_any_shape_can_be_drawn(deltas: list[float]):
     assert size(plots.example_changes(deltas))[0] == 1500
+
+
+@pytest.mark.parametrize("count", [1, 4, 12, 40])
+def test_the_axis_of_the_changes_ends_with_the_last_example(count: int):
+    figure = plots.changes_figure([0.5] * count)
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    low, high = axis.get_xlim()
+    assert 0 < low < 1 and count < high < count + 1
+    ticks = [float(tick) for tick in axis.get_xticks() if low <= tick <= high]
+    assert ticks and set(ticks) <= set(range(1, count + 1))
+    assert count > plots.FEW_BARS or ticks == list(range(1, count + 1))
+    # The bars are as wide as those of 16 examples, if there are fewer: 0.86 / 16 of the axis.
+    widths = [bar.get_width() for bar in axis.patches if isinstance(bar, Rectangle)]
+    assert widths == pytest.approx([0.86 * count / max(count, 16)] * count)
 
 
 def test_the_title_says_the_finding():

@@ -27,13 +27,15 @@ from hone.report.estimate import Estimate, around
 from hone.report.headline import plot_title
 from hone.report.history import History, Round
 from hone.report.outcome import Outcome
-from hone.report.text import number
+from hone.report.text import counted, number
 
 INK, SOFT, FAINT = "#22303c", "#66727c", "#d5dce1"
 COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4262c"
 """Colours: training, held-out, trained groups, held-out numbers, failures."""
 MANY = 60
 """With more points a line is smoothed, and the points are drawn faintly."""
+FEW_BARS = 16
+"""Up to so many bars, each has a tick."""
 
 styled = style.context("default")
 """Ignores the user's matplotlibrc, which may select LaTeX or a dark background.
@@ -239,24 +241,33 @@ def _strip(axis: Axes, shares: list[tuple[float, float]]) -> None:
 
 @styled
 def example_changes(deltas: Sequence[float]) -> bytes:
+    return _png(changes_figure(deltas))
+
+
+def changes_figure(deltas: Sequence[float]) -> Figure:
     """Change of each held-out example, the largest first."""
     figure = _figure(4.2)
     axis = figure.add_subplot()
     _style(axis)
     ordered = sorted(deltas, reverse=True)
-    places, colours = range(1, len(ordered) + 1), [COOL if d > 0 else WARM for d in ordered]
-    axis.bar(places, ordered, width=0.86, color=colours, linewidth=0, zorder=3)
+    count, places = len(ordered), range(1, len(ordered) + 1)
+    colours = [COOL if d > 0 else WARM for d in ordered]
+    width = 0.86 * min(1.0, count / FEW_BARS)  # a bar of few examples is not wider than one of many
+    axis.bar(places, ordered, width=width, color=colours, linewidth=0, zorder=3)
     unchanged = [place for place, d in zip(places, ordered, strict=True) if d == 0]
     axis.scatter(unchanged, [0.0] * len(unchanged), s=9, color=SOFT, linewidths=0, zorder=4)
     axis.axhline(0, color=INK, linewidth=0.8, zorder=4)
-    axis.set_xlim(0.2, max(len(ordered), 16) + 0.8)
-    axis.locator_params(axis="x", nbins=8, integer=True)
+    axis.set_xlim(0.2, count + 0.8)
+    if count <= FEW_BARS:
+        axis.set_xticks(places)
+    else:
+        axis.locator_params(axis="x", nbins=8, integer=True)
     better, worse = sum(d > 0 for d in ordered), sum(d < 0 for d in ordered)
-    note = f"change of the reward of each of {len(ordered)} examples"
+    note = f"change of the reward of each of {counted(count, 'example')}"
     _title(axis, f"{better} better, {worse} worse, {len(unchanged)} unchanged", note, above=12)
     axis.set_xlabel("example", color=SOFT, fontsize=10)
     axis.set_ylabel("change", color=SOFT, fontsize=10)
-    return _png(figure)
+    return figure
 
 
 PANELS = {
