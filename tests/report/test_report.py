@@ -19,7 +19,7 @@ from hone.errors import ConfigError
 from hone.event_log import FILE, read
 from hone.report import metrics, report
 from hone.report.estimate import Estimate
-from hone.report.examples import LONGEST, pick, shown
+from hone.report.examples import LONGEST, Example, pick, read_rollouts, shown
 from hone.report.headline import headline
 from hone.report.history import History
 from hone.report.outcome import measure
@@ -108,8 +108,8 @@ RECORDED = Path(__file__).parent / "recorded"
 def test_a_run_directory_recorded_by_an_earlier_version_gives_the_same_files(tmp_path: Path):
     """The run was resumed, and has rounds, a curriculum, policy failures and a final validation.
 
-    Everything in recorded/ was written by the last version without typed events, except for the
-    phases in report.json: they are the time between events now.
+    Everything in recorded/ was written by the last version without typed events, except for
+    report.json, which is written again when a report says more.
     """
     shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
     metrics.write(tmp_path, History.of(read(tmp_path / FILE)))
@@ -354,6 +354,10 @@ def record(example: str, reward: float | None, output: object = "x", **more) -> 
     return json.dumps(fields | {"failure": None, "messages": []} | more) + "\n"
 
 
+def picked(before: Path, after: Path) -> list[Example]:
+    return pick(read_rollouts(before), read_rollouts(after))
+
+
 def test_examples_show_what_got_worse_too(tmp_path: Path):
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     lost = {"kind": "infrastructure", "reason": "timeout", "message": "after 600 s"}
@@ -373,18 +377,19 @@ def test_examples_show_what_got_worse_too(tmp_path: Path):
         + record("gone", None, None, failure=lost)
         + '{"example": "torn'
     )
-    result = {example.id: example for example in pick(before, after)}
+    result = {example.id: example for example in picked(before, after)}
     assert {id: example.kind for id, example in result.items()} == {
         "up": "improved",
         "down": "got worse",
         "gone": "could not be scored",
         "zero": "still failing",
+        "same": "unchanged",  # typical: of the four that have a change, in the middle
     }
     assert result["up"].before.text == "wrong" and result["up"].after.reward == 1.0
     assert result["down"].before.text == '{"a": 1}' and result["down"].after.text == "[]"
     assert result["gone"].before.text == "said"
-    assert result["gone"].after.text == "failed (infrastructure: timeout: after 600 s)"
-    assert result["gone"].after.reward is None
+    assert result["gone"].after.failure == "infrastructure: timeout: after 600 s"
+    assert result["gone"].after.text == "(nothing)" and result["gone"].after.reward is None
 
 
 def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path):
@@ -393,16 +398,55 @@ def test_an_example_that_failed_once_is_neither_better_nor_worse(tmp_path: Path)
     long = {"kind": "policy", "reason": "token_limit", "message": ""}
     before.write_text(record("first", None, None, failure=lost) + record("rated", 0.5))
     after.write_text(record("first", 1.0) + record("rated", 0.0, None, failure=long))
-    result = {example.id: example for example in pick(before, after)}
+    result = {example.id: example for example in picked(before, after)}
     assert result["first"].kind == "could not be scored"
-    assert result["first"].before.text == "failed (infrastructure: connection)"
+    assert result["first"].before.failure == "infrastructure: connection"
     assert (result["first"].before.reward, result["first"].after.reward) == (None, 1.0)
     # A failure of the model may have been given a reward: then it was scored.
     assert result["rated"].kind == "got worse" and result["rated"].after.reward == 0.0
     # Both failed, too; one of them is shown, and it is no gain and no loss.
     after.write_text(record("first", None, None, failure=lost) + record("rated", None, "x"))
-    (shown_one,) = pick(before, after)
+    (shown_one,) = picked(before, after)
     assert shown_one.kind == "could not be scored"
+
+
+def test_a_failed_example_shows_what_the_model_answered(tmp_path: Path):
+    before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    bad = {"kind": "policy", "reason": "unparseable", "message": "line 1: no JSON"}
+    call = {"type": "function", "function": {"name": "move", "arguments": "{"}}
+    said = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "first"},
+        {"role": "tool", "content": "result"},
+        {"role": "assistant", "content": "I move.", "tool_calls": [call]},
+    ]
+    before.write_text(record("a", None, None, failure=bad, messages=said))
+    after.write_text(record("a", 1.0, "right"))
+    (example,) = pick(read_rollouts(before), read_rollouts(after), failure_reward=-1.0)
+    assert example.before.text == f"I move.\n{json.dumps([call])}"
+    assert example.before.failure == "policy: unparseable: line 1: no JSON"
+    assert example.before.reward == -1.0
+    tell(Story(epochs=2, interval=2, examples=4, held_out=3), tmp_path)
+    for name, file in (("validation_000", before), ("validation_002", after)):
+        shutil.copy(file, tmp_path / "trajectories" / f"{name}.jsonl")
+    report.write(tmp_path, brief=True)
+    failed = "failed (policy: unparseable: line 1: no JSON); the model answered:"
+    assert failed in (tmp_path / "report.html").read_text()
+    assert f"before: 0.00; {failed}\n\n```\nI move.\n" in (tmp_path / "report.md").read_text()
+
+
+def test_typical_examples_are_at_the_quartiles_of_the_change(tmp_path: Path):
+    """Twelve examples that changed by 1.1, 1.0, ... 0.0: places 3, 6 and 9 of that order."""
+    before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    before.write_text("".join(record(f"e{i}", 0.0) for i in range(12)))
+    after.write_text("".join(record(f"e{i}", i / 10) for i in range(12)))
+    result = picked(before, after)
+    assert [example.id for example in result] == ["e11", "e10", "e8", "e5", "e2", "e0"]
+    assert [example.id for example in result if example.typical] == ["e8", "e5", "e2"]
+    assert result[-1].kind == "still failing"
+    # Of three, all are shown anyway.
+    after.write_text("".join(record(f"e{i}", i / 10) for i in range(3)))
+    assert not any(example.typical for example in picked(before, after))
 
 
 def test_a_line_of_a_killed_run_is_skipped_and_no_other(tmp_path: Path):
@@ -413,19 +457,18 @@ def test_a_line_of_a_killed_run_is_skipped_and_no_other(tmp_path: Path):
     ]
     file = tmp_path / "epoch_000.jsonl"
     file.write_bytes(lines[0] + b"\n" + lines[1][: lines[1].index(b"\xc3") + 1])
-    (example,) = pick(file, file)
+    (example,) = picked(file, file)
     assert (example.id, example.input) == ("a", fields["input"].strip())
 
 
 def test_examples_need_no_files(tmp_path: Path):
-    assert pick(tmp_path / "none.jsonl", tmp_path / "none.jsonl") == []
+    assert picked(tmp_path / "none.jsonl", tmp_path / "none.jsonl") == []
 
 
 def test_long_texts_are_cut_and_say_so():
     text = shown("y" * (LONGEST + 1234))
     assert text == "y" * LONGEST + " ... (1,234 characters more)"
-    assert shown(None) == "(nothing)" and shown(" ") == "(empty)"
-    assert shown({"b": "\u00e9"}) == '{"b": "\u00e9"}'
+    assert shown("") == shown(" ") == "(nothing)"
 
 
 def test_a_fence_in_an_answer_does_not_end_the_fence(tmp_path: Path):

@@ -363,5 +363,7 @@ class Run:
             return
         from hone.report import report  # imported here: it loads matplotlib
 
-        report.write(self.config.output_dir, brief=brief)
+        answers = report.write(self.config.output_dir, brief=brief)["answers"]
+        if answers and answers["warning"]:
+            log.warning("%s", answers["warning"])
         log.info("Report: %s", self.config.output_dir / "report.html")

@@ -1,30 +1,58 @@
 """The same example before and after: input, answers, rewards.
 
 In:   two files of rollouts (trajectories/*.jsonl), of the first and the last policy
-Out:  a few Examples: the most improved, and what got worse, still fails or could not be scored
+Out:  a few Examples: the most improved, typical ones, and what got worse, still fails or could not be
+      scored
 
-Showing only successes would be misleading, so examples that got worse are always included. A line
-that cannot be read is skipped: examples only illustrate; the numbers come from the events.
+Showing only successes would be misleading, so examples that got worse are always included, and
+typical ones: those at a quarter, a half and three quarters of the examples, in the order of their
+change. A line that cannot be read is skipped: examples only illustrate; the numbers come from the
+events.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-MOST = {"improved": 3, "got worse": 2, "still failing": 1, "could not be scored": 1}
-"""Number of examples shown of each kind."""
+MOST = {"improved": 2, "got worse": 2, "still failing": 1, "could not be scored": 1}
+"""Number of examples shown of each kind, besides the typical ones."""
+QUARTILES = (0.25, 0.5, 0.75)
+"""Places of the typical examples."""
 LONGEST = 700
 """Number of characters of a text that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Rollout:
+    """What a report shows of a rollout."""
+
+    input: str
     text: str
-    """What the agent answered, or why the rollout failed."""
+    """What the agent answered; the last message of the model if the agent returned nothing."""
     reward: float | None
     """None if it could not be scored."""
+    failure: str | None = None
+    """`kind: reason: message`; None on success."""
+    kind: str | None = None
+    """`policy` or `infrastructure`; None on success."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether it ended well; an empty answer is an answer."""
+        return self.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    """What the agent answered, or of a failed rollout the last message of the model."""
+    reward: float | None
+    """None if it could not be scored."""
+    failure: str | None = None
+    """Why the rollout failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +64,42 @@ class Example:
     input: str
     before: Answer
     after: Answer
+    typical: bool = False
+    """Whether it was chosen by its place in the order of the changes."""
+
+    @property
+    def change(self) -> float | None:
+        before, after = self.before.reward, self.after.reward
+        return None if before is None or after is None else after - before
 
 
-def pick(before: Path, after: Path, *, failure_reward: float | None = None) -> list[Example]:
-    """Up to seven examples; none if the files do not exist.
+def read_rollouts(path: Path) -> dict[str, Rollout]:
+    """The first rollout of each example; none if the file does not exist."""
+    return {id: _rollout(record) for id, record in _records(path).items()}
+
+
+def pick(
+    before: Mapping[str, Rollout],
+    after: Mapping[str, Rollout],
+    *,
+    failure_reward: float | None = None,
+) -> list[Example]:
+    """Up to nine examples.
 
     `failure_reward`: reward of a policy failure without a configured reward.
     """
-    first, last = _records(before), _records(after)
-    both = [_example(first[id], last[id], failure_reward) for id in first if id in last]
-    both.sort(key=lambda e: abs((e.after.reward or 0) - (e.before.reward or 0)), reverse=True)
-    chosen = [e for kind, n in MOST.items() for e in [e for e in both if e.kind == kind][:n]]
-    return chosen or both[:1]
+    both = [_example(id, before[id], after[id], failure_reward) for id in before if id in after]
+    both.sort(key=lambda e: abs(e.change or 0.0), reverse=True)
+    # By change, the largest first; equal ones in the order of the file.
+    ranked = sorted((e for e in both if e.change is not None), key=lambda e: -(e.change or 0.0))
+    places = {int(place * len(ranked)) for place in QUARTILES if len(ranked) > len(QUARTILES)}
+    typical = [ranked[place].id for place in sorted(places)]
+    chosen = {kind: [e for e in both if e.kind == kind][:n] for kind, n in MOST.items()}
+    best = [e.id for e in chosen.pop("improved")]
+    others = [e.id for examples in chosen.values() for e in examples]
+    shown_ids = dict.fromkeys([*best, *typical, *others])
+    by_id = {e.id: replace(e, typical=e.id in typical) for e in both}
+    return [by_id[id] for id in shown_ids] or both[:1]
 
 
 def request(folder: Path) -> dict[str, Any] | None:
@@ -70,7 +122,28 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
     return records
 
 
-def _example(first: dict[str, Any], last: dict[str, Any], failure_reward: float | None) -> Example:
+def _rollout(record: dict[str, Any]) -> Rollout:
+    failure = record.get("failure") or {}
+    parts = (str(failure[key]) for key in ("kind", "reason", "message") if failure.get(key))
+    return Rollout(
+        input=_text(record.get("input")),
+        text=_text(record.get("output")) or _last_message(record.get("messages") or []),
+        reward=record.get("reward"),
+        failure=": ".join(parts) if failure else None,
+        kind=failure.get("kind"),
+    )
+
+
+def _last_message(messages: list[dict[str, Any]]) -> str:
+    """The last message of the model: its text, and its tool calls as JSON."""
+    replies = [message for message in messages if message.get("role") == "assistant"]
+    if not replies:
+        return ""
+    parts = (_text(replies[-1].get(key) or None) for key in ("content", "tool_calls"))
+    return "\n".join(filter(None, parts))
+
+
+def _example(id: str, first: Rollout, last: Rollout, failure_reward: float | None) -> Example:
     before, after = _answer(first, failure_reward), _answer(last, failure_reward)
     if before.reward is None or after.reward is None:
         kind = "could not be scored"
@@ -78,28 +151,26 @@ def _example(first: dict[str, Any], last: dict[str, Any], failure_reward: float 
         kind = "improved" if after.reward > before.reward else "got worse"
     else:  # whether an unchanged reward is bad is known only for rewards between 0 and 1
         kind = "still failing" if after.reward <= 0 else "unchanged"
-    return Example(str(first["example"]), kind, shown(first.get("input")), before, after)
+    return Example(id, kind, shown(first.input), before, after)
 
 
-def _answer(record: dict[str, Any], failure_reward: float | None) -> Answer:
-    reward, failure, output = record.get("reward"), record.get("failure"), record.get("output")
-    if failure:
-        if reward is None and failure.get("kind") == "policy":
-            reward = failure_reward
-        why = ": ".join(str(failure[k]) for k in ("kind", "reason", "message") if failure.get(k))
-        return Answer(f"failed ({why})", reward)
-    if output in (None, ""):  # a workflow that returns nothing: the model's last message
-        replies = [m for m in record.get("messages") or [] if m.get("role") == "assistant"]
-        output = (replies[-1].get("content") or replies[-1].get("tool_calls")) if replies else None
-    return Answer(shown(output), reward)
+def _answer(rollout: Rollout, failure_reward: float | None) -> Answer:
+    reward = rollout.reward
+    if reward is None and rollout.kind == "policy":
+        reward = failure_reward
+    return Answer(shown(rollout.text), reward, rollout.failure)
 
 
-def shown(value: Any) -> str:
-    """A value as text, cut to a readable length."""
+def _text(value: Any) -> str:
+    """A value as text: JSON unless it is text; empty for None."""
     if value is None:
-        return "(nothing)"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = text.strip() or "(empty)"
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def shown(text: str) -> str:
+    """A text, cut to a readable length."""
+    text = text.strip() or "(nothing)"
     if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST].rstrip()} ... ({len(text) - LONGEST:,} characters more)"

@@ -19,12 +19,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hone.disk import write_atomic
+from hone.report import markdown
+from hone.report.answers import Answers
 from hone.report.diagnosis import FLAT, diagnosis
-from hone.report.examples import Example, pick, request
+from hone.report.examples import Rollout, pick, read_rollouts, request
 from hone.report.headline import headline, plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome, PolicyReward, measure
 from hone.report.text import counted, duration, ends, number, signed
+from hone.rollout_record import file_name
 
 SHORTEST_S = 0.05
 """A phase that would be shown as 0.0 s is not shown."""
@@ -44,18 +47,23 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
     is up to date, and no other pictures.
     """
     outcome, plot = measure(output_dir), output_dir / "reward_plot.png"
-    examples = _examples(output_dir, outcome)
+    before, after = _compared_rollouts(output_dir, outcome)
+    reward = outcome.history.failure_reward if outcome.held_out else None
+    examples, answers = pick(before, after, failure_reward=reward), Answers.of(before, after)
     pictures = {} if brief else _draw(outcome, plot)
     newest_at = _newest_reward_at(outcome.history)
     if not brief or (plot.exists() and plot.stat().st_mtime >= newest_at):
         pictures["rewards"] = plot.read_bytes()
     embedded = {k: f"data:image/png;base64,{b64encode(v).decode()}" for k, v in pictures.items()}
-    values = content(outcome) | {
+    values = content(outcome, answers) | {
         "examples": examples,
         "commands": _commands(outcome, request(output_dir / "trajectories")),
         "pictures": embedded,
     }
-    numbers = outcome.as_dict() | {"examples": [asdict(example) for example in examples]}
+    numbers = outcome.as_dict() | {
+        "answers": answers and answers.as_dict(),
+        "examples": [asdict(example) for example in examples],
+    }
     write_atomic(output_dir / "report.json", json.dumps(numbers, indent=2) + "\n")
     write_atomic(output_dir / "report.md", render("markdown.j2", values))
     write_atomic(output_dir / "report.html", render("html.j2", values))
@@ -63,32 +71,30 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
 
 
 def render(output_format: str, values: dict[str, Any]) -> str:
-    """Render a template; text from a model or a dataset is escaped in HTML."""
+    """Render a template; text from a model, a dataset or an error is escaped in both formats."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=output_format == "html.j2",
+        autoescape=True,
+        finalize=markdown.escape if output_format == "markdown.j2" else None,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    functions = counted, duration, fence, number
+    functions = counted, duration, number, markdown.fenced, markdown.one_line, markdown.script
     environment.filters |= {function.__name__: function for function in functions}
     text = environment.get_template("report.j2").render(values, format=output_format)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def fence(text: str) -> str:
-    """A Markdown code fence longer than any in the text."""
-    return "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])
-
-
 # ---- what the template shows ----------------------------------------------------------------------
 
 
-def content(outcome: Outcome) -> dict[str, Any]:
-    """The values of the template that come from the events."""
+def content(outcome: Outcome, answers: Answers | None = None) -> dict[str, Any]:
+    """The values of the template, except for its pictures, examples and commands."""
     history, run = outcome.history, outcome.history.run
     head, basis, tone = headline(outcome)
+    if answers and answers.collapsed and tone == "good":
+        tone = "unsure"
     groups = sum(r.metrics.get("num_groups") or 0 for r in history.rounds)
     attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in history.rounds)
     phases = [(PHASE_NAMES[k], s) for k, s in history.phases.items() if s >= SHORTEST_S]
@@ -100,6 +106,7 @@ def content(outcome: Outcome) -> dict[str, Any]:
         "headline": head,
         "basis": basis,
         "tone": tone,
+        "answers": answers,
         "plot_title": plot_title(outcome)[0],
         "tiles": _tiles(outcome),
         "diagnosis": None if outcome.verdict == "better" else diagnosis(history),
@@ -213,12 +220,14 @@ def _newest_reward_at(history: History) -> float:
     return max([*collected, *(v.at for v in history.validations)], default=0.0)
 
 
-def _examples(output_dir: Path, outcome: Outcome) -> list[Example]:
+def _compared_rollouts(
+    output_dir: Path, outcome: Outcome
+) -> tuple[dict[str, Rollout], dict[str, Rollout]]:
+    """The first rollout of each example under the two policies that are compared."""
     compared, folder = outcome.compared, output_dir / "trajectories"
     if outcome.baseline is None or outcome.tuned is None:
-        return []
-    split = "epoch" if compared is None else "final" if compared.fresh else "validation"
+        return {}, {}
+    split = "train" if compared is None else "final" if compared.fresh else "val"
     epochs = outcome.baseline.epoch, outcome.tuned.epoch
-    before, after = (folder / f"{split}_{epoch:03d}.jsonl" for epoch in epochs)
-    reward = None if compared is None else outcome.history.failure_reward
-    return pick(before, after, failure_reward=reward)
+    before, after = (read_rollouts(folder / file_name(split, epoch)) for epoch in epochs)
+    return before, after

@@ -1,0 +1,105 @@
+"""How many different answers the model gives: one answer to everything is not a skill.
+
+In:   the first rollout of each example under two policies
+Out:  Answers: the counts before and after, and a warning if the model now answers everything alike
+
+A model that answers `no` to every question is right wherever that is the answer, so its reward may
+rise although it no longer reads the question. Where the right answer is the same for every example,
+one answer is what it should give: so there is a warning only if the answer has a low reward somewhere.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from hone.report.examples import Rollout
+from hone.report.text import counted
+
+ALIKE = 0.9
+"""Share of the examples with the same answer from which there may be a warning."""
+MIN_INPUTS = 4
+"""With fewer different inputs, equal answers may be chance."""
+LONGEST = 60
+"""Number of characters of an answer that the warning quotes."""
+REMEDY = (
+    "It may no longer read its input. Check that the training examples do not have one right answer "
+    "far more often than the others; training.beta (0.01 to 0.1) keeps the model near its base."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Answers to the examples that both policies answered; whitespace does not count."""
+
+    examples: int
+    total: int
+    """Examples, including those that one of the policies did not answer."""
+    before: int
+    """Number of different answers."""
+    after: int
+    """Number of different answers."""
+    most_frequent: str
+    """The most frequent answer after training."""
+    num_most_frequent: int
+    """Number of examples with that answer."""
+    num_low: int
+    """Those of them with a reward in the lower half of the rewards seen."""
+    collapsed: bool
+    """Whether the model now gives one answer to nearly everything, and it is not right everywhere."""
+
+    @classmethod
+    def of(cls, before: Mapping[str, Rollout], after: Mapping[str, Rollout]) -> Self | None:
+        """None if no example was answered under both policies."""
+        both = [id for id in before if id in after and before[id].answered and after[id].answered]
+        if not both:
+            return None
+        first, last = ([_plain(of[id].text) for id in both] for of in (before, after))
+        (usual, before_n), (answer, n) = (Counter(x).most_common(1)[0] for x in (first, last))
+        rewards = [of[id].reward for of in (before, after) for id in both]
+        known = [reward for reward in rewards if reward is not None]
+        middle = (min(known) + max(known)) / 2 if known else 0.0
+        given = [after[id].reward for id, text in zip(both, last, strict=True) if text == answer]
+        # If all rewards are equal, none is low.
+        low = sum(r is not None and r <= middle < max(known) for r in given)
+        always = usual == answer and before_n >= ALIKE * len(both)
+        inputs = {_plain(after[id].input) for id in both}
+        alike = n >= ALIKE * len(both) and len(inputs) >= MIN_INPUTS
+        return cls(
+            examples=len(both),
+            total=len(before.keys() | after.keys()),
+            before=len(set(first)),
+            after=len(set(last)),
+            most_frequent=answer,
+            num_most_frequent=n,
+            num_low=low,
+            collapsed=alike and low > 0 and not always,
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The counts in words."""
+        which = counted(self.examples, "example")
+        if self.examples < self.total:
+            which = f"{self.examples} of {self.total} examples that both policies answered"
+        return f"{which}: {counted(self.before, 'different answer')} before, {self.after} after."
+
+    @property
+    def warning(self) -> str | None:
+        """None if the model did not collapse."""
+        if not self.collapsed:
+            return None
+        n, answer = self.num_most_frequent, repr(self.most_frequent)
+        if len(answer) > LONGEST:
+            answer = f"{answer[:LONGEST].rstrip()} ..."
+        every = "every example" if n == self.examples else f"{n} of {self.examples} examples"
+        low = f"{self.num_low} of these {n} answers have a low reward"
+        return f"The trained model gives {every} the same answer, {answer}, and {low}. {REMEDY}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """`answers` of report.json."""
+        return asdict(self) | {"warning": self.warning}
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
