@@ -24,6 +24,7 @@ JOB_METRICS: dict[str, str] = {
     "learn/row_tokens": "Token budget of a row.",
     "learn/groups": "Groups that were trained on.",
     "learn/flat_groups": "Groups in which all rewards are equal; they have no labels.",
+    "learn/flat_rollouts": "Rollouts of these groups.",
     "learn/rollouts": "Rollouts that were trained on.",
     "learn/long_rollouts": "Rollouts that were left out because a call exceeds `max_seq_length`.",
     "learn/labels": "Tokens that were trained on.",

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,9 @@ class _Teller:
         self.at, self.began, self.session, self.step = 1_760_000_000.0, 0.0, 0, 0
         self.percentile = 0.3 if story.curriculum else 1.0
         self.validated: list[tuple[float, int, int]] = []
+        self.trained: list[int] = []
+        """Sizes of the groups of the newest job that have different rewards."""
+        self.flat: list[int] = []
         self.lowest = min(0.0, *(story.held_out_scale or story.scale))
         total = max(story.examples, story.held_out)
         self.difficulty = [self.draw.gauss(0, 1.3) for _ in range(total)]
@@ -172,18 +176,25 @@ class _Teller:
             place = self.position(epoch, round_)
             yield self.event("epoch_started", **place, rollouts=story.examples * story.generations)
             groups: dict[str, list[float]] = {}
+            dropped: Counter[str] = Counter()
             for event in self.rollouts(epoch, round_):
                 yield event
-                if event["reward"] is not None and epoch not in story.empty_epochs:
+                if event["failure_kind"]:
+                    dropped[f"{event['failure_kind']}/{event['failure_reason']}"] += 1
+                elif epoch in story.empty_epochs:
+                    dropped["no_calls"] += 1
+                else:
                     groups.setdefault(event["example"], []).append(event["reward"])
             del place["rounds"], place["step"]
-            yield self.event("epoch_collected", **place, **self.collected(epoch, groups))
+            collected = self.collected(epoch, groups) | {"dropped": dict(dropped)}
+            yield self.event("epoch_collected", **place, **collected)
             collected_at = self.at
             if not groups:
                 yield self.event("warning", message="No trajectories collected for epoch")
                 continue
             sent = {"job": f"j-{epoch:04d}-{round_}", **place}
-            yield self.event("job_submitted", **sent, trajectories=99, groups=len(groups))
+            submitted = collected["metrics"]["filtered_trajectories"]
+            yield self.event("job_submitted", **sent, trajectories=submitted, groups=len(groups))
             if epoch == story.job_fails_at:
                 why = "job 'j-0006-0' failed: loss is not finite at optimizer step 3"
                 yield self.event("job_failed", **sent, message=why)
@@ -261,9 +272,10 @@ class _Teller:
             "config": {"enabled": True},
         }
         flat = sum(min(g) == max(g) for g in ranked)
+        self.trained = [len(g) for g in admitted if min(g) < max(g)] if groups else []
+        self.flat = [len(g) for g in admitted if min(g) == max(g)] if groups else []
         return {
             "metrics": metrics,
-            "dropped": {"evaluator failed": 2, "group too small": 1} if epoch % 3 == 0 else {},
             "zero_variance_groups": flat,
             "curriculum_state": state if self.story.curriculum else None,
         }
@@ -272,6 +284,9 @@ class _Teller:
         progress = epoch / max(self.story.epochs, 1)
         metrics = {
             "learn/labels": 5231.0,
+            "learn/rollouts": float(sum(self.trained)),
+            "learn/flat_rollouts": float(sum(self.flat)),
+            "learn/long_rollouts": 0.0,
             "learn/learning_rate": self.story.learning_rate,
             "learn/loss": self.draw.gauss(0, 0.02),
             "learn/clip_frac": abs(self.draw.gauss(0.02, 0.01)),

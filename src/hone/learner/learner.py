@@ -343,6 +343,7 @@ def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
         "learn/micro_batches": sum(len(batch.rows) for batch in batches),
         "learn/groups": samples.groups,
         "learn/flat_groups": samples.flat_groups,
+        "learn/flat_rollouts": samples.flat_rollouts,
         "learn/rollouts": len(samples.samples),
         "learn/long_rollouts": samples.long_rollouts,
         "learn/logical_tokens": sum(batch.logical_tokens for batch in batches),

@@ -62,6 +62,8 @@ class Samples:
     groups: int
     """Groups with at least one sample."""
     flat_groups: int
+    flat_rollouts: int
+    """Rollouts of flat groups."""
     long_rollouts: int
 
 
@@ -85,10 +87,10 @@ def make_samples(
                 rest.append((t, trajectory))
         short.append(rest)
     samples: list[Sample] = []
-    flat_groups = 0
+    flat_groups = flat_rollouts = 0
     for g, (rest, rows) in enumerate(zip(short, _compare(short, config), strict=True)):
         if rows is None:
-            flat_groups += bool(rest)
+            flat_groups, flat_rollouts = flat_groups + bool(rest), flat_rollouts + len(rest)
             dropped["flat_group"] += sum(_completion_tokens(t, config) for _, t in rest)
             continue
         pairs = _pairs(rest, config)
@@ -105,6 +107,7 @@ def make_samples(
         dropped=+dropped,
         groups=len({sample.group for sample in samples}),
         flat_groups=flat_groups,
+        flat_rollouts=flat_rollouts,
         long_rollouts=long_rollouts,
     )
 

@@ -114,8 +114,9 @@ def _explain(history: History, rounds: list[Round], rise: float, noise: float) -
         ),
         (
             failed > 0.05 * rollouts,
-            f"{failed} of {rollouts} rollouts failed, and failed rollouts are not trained on: the "
-            "counts above say why; finetuning.on_policy_failure gives failures of the model a reward.",
+            f"{failed} of {rollouts} rollouts failed. Failures outside the model are not trained on; "
+            "finetuning.on_policy_failure decides about those of the model. The report counts both, by "
+            "reason.",
         ),
     )
     likely = [f"- {cause}" for applies, cause in causes if applies] or [

@@ -23,6 +23,7 @@ from hone.report import markdown
 from hone.report.answers import Answers
 from hone.report.diagnosis import FLAT, diagnosis
 from hone.report.examples import Rollout, pick, read_rollouts, request
+from hone.report.funnel import Funnel, retried_rows
 from hone.report.headline import headline, plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome, PolicyReward, measure
@@ -61,6 +62,9 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
         "pictures": embedded,
     }
     numbers = outcome.as_dict() | {
+        "training_data": values["funnel"].as_dict()
+        | {"retried": dict(outcome.history.retried)}
+        | {"validation_retried": dict(outcome.history.validation_retried)},
         "answers": answers and answers.as_dict(),
         "examples": [asdict(example) for example in examples],
     }
@@ -95,8 +99,6 @@ def content(outcome: Outcome, answers: Answers | None = None) -> dict[str, Any]:
     head, basis, tone = headline(outcome)
     if answers and answers.collapsed and tone == "good":
         tone = "unsure"
-    groups = sum(r.metrics.get("num_groups") or 0 for r in history.rounds)
-    attempts = sum(len(r.rewards.keys() | r.failures.keys()) for r in history.rounds)
     phases = [(PHASE_NAMES[k], s) for k, s in history.phases.items() if s >= SHORTEST_S]
     warnings = (w for w in history.warnings if not w.startswith(FLAT))  # it has its own section
     return {
@@ -110,10 +112,8 @@ def content(outcome: Outcome, answers: Answers | None = None) -> dict[str, Any]:
         "plot_title": plot_title(outcome)[0],
         "tiles": _tiles(outcome),
         "diagnosis": None if outcome.verdict == "better" else diagnosis(history),
-        "groups": groups,
-        "submitted": sum(r.metrics.get("filtered_trajectories") or 0 for r in history.rounds),
-        "attempts": attempts,
-        "left_out": _left_out(history, attempts, groups),
+        "funnel": Funnel.of(history),
+        "retried": retried_rows(history),
         "phases": [(name, s / history.seconds, duration(s)) for name, s in phases],
         "sampling_s": history.phases["rollout_s"] + history.phases["validate_s"],
         "warnings": Counter(re.sub(r"^epoch \d+: ", "", warning) for warning in warnings),
@@ -160,18 +160,6 @@ def _commands(outcome: Outcome, body: dict[str, Any] | None) -> list[tuple[str, 
             f"hone export {shlex.quote(model)} {folder}{root}",
         ),
     ]
-
-
-def _left_out(history: History, attempts: int, groups: int) -> list[tuple[str, str, str]]:
-    """Reason, number and share of rollouts and groups that were not trained."""
-    flat = sum(r.num_flat for r in history.rounds)
-    rows = [
-        *((f"rollout failed, {why}", n, attempts) for why, n in history.failures.most_common()),
-        *((why, n, 0) for why, n in history.dropped.most_common()),
-        ("group with equal rewards: nothing to learn from", flat, groups),
-        ("validation rollout failed", sum(v.failures for v in history.validations), 0),
-    ]
-    return [(why, f"{n:,}", f"{n / of:.1%}" if of else "") for why, n, of in rows if n]
 
 
 def _details(outcome: Outcome) -> dict[str, str]:
