@@ -59,7 +59,9 @@ class RunStarted(Event, frozen=True):
     command: str | None = None
     """Command of this session."""
     again: str | None = None
-    """Command that resumes the run."""
+    """Command that resumes the run, from any directory."""
+    program: str | None = None
+    """Command of the installation of hone that runs: the path of its script."""
     seed: int | None = None
     """Value of `finetuning.seed`."""
     examples: int | None = None
@@ -94,6 +96,8 @@ class RunStarted(Event, frozen=True):
     """Root of the server that the run starts itself."""
     base_url: str | None = None
     """Address of a server that outlives the run."""
+    needs_key: bool = False
+    """Requests to that server carry a key."""
 
     @property
     def command_at(self) -> float:

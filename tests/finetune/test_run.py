@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,10 @@ def test_no_file_holds_a_secret_of_the_command_line_or_the_environment(
     (started,) = command.events("run_started")
     assert "-o trainer_adapters.a.api_key '<hidden>'" in started["command"]
     assert "<hidden>" in started["again"]
+    # It resumes the run wherever it is pasted.
+    place, hone = shlex.quote(str(Path.cwd())), shlex.join(shlex.split(started["program"]))
+    assert started["again"].startswith(f"cd {place} && {hone} finetune --config_file=train.yml ")
+    assert Path(shlex.split(hone)[0]).is_absolute()
     for path in command.out.rglob("*"):
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
 

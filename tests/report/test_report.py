@@ -191,21 +191,36 @@ class Balanced(HTMLParser):
         assert self.open and self.open.pop() == tag, (tag, self.open, self.getpos())
 
 
+def commands_of(place: Path) -> list[list[str]]:
+    """The words of each command of the report's last block of commands."""
+    report.write(place, brief=True)
+    block = (place / "report.md").read_text().split("```bash\n")[-1].split("```")[0]
+    lines = block.replace("\\\n", "").splitlines()
+    return [shlex.split(line) for line in lines if line[0] != "#"]
+
+
 def test_the_commands_are_the_ones_to_type(tmp_path: Path):
-    tell(Story(epochs=2, interval=1, examples=4, more={"base_url": None}), tmp_path)
-    report.write(tmp_path, brief=True)
-    text = (tmp_path / "report.md").read_text()
-    block = text.split("```bash\n")[1].split("```")[0]
-    commands = [line for line in block.replace("\\\n", "").splitlines() if line[0] != "#"]
-    serve, curl, export = (shlex.split(command) for command in commands)
-    assert serve == ["hone", "serve", "--root", ".demo/server"]
-    assert export == [
-        *("hone", "export", "tool_caller@best", "./tool_caller-adapter", "--root", ".demo/server")
-    ]
+    """They work wherever they are pasted: with the path of hone, its root and the new directory."""
+    story = Story(epochs=2, interval=1, examples=4)
+    story.more = {"base_url": None, "program": "'/my envs/one/bin/hone'"}
+    tell(story, tmp_path)
+    serve, curl, export = commands_of(tmp_path)
+    hone, root = "/my envs/one/bin/hone", ["--root", ".demo/server"]
+    assert serve == [hone, "serve", *root]
+    folder = str(tmp_path / "tool_caller-adapter")
+    assert export == [hone, "export", "tool_caller@best", folder, *root]
     assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     body = json.loads(curl[-1])
     assert body["model"] == "tool_caller@best"
     assert body["messages"] == [{"role": "user", "content": "Hello"}]  # no request was kept
+
+
+def test_a_relative_output_dir_becomes_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tell(Story(epochs=2, interval=1, examples=4), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert commands_of(Path("out"))[-1][3] == str(tmp_path / "out" / "tool_caller-adapter")
 
 
 def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
@@ -233,13 +248,30 @@ def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
     assert json.loads(curl[-1]) == {"model": "tool_caller@best", **wanted}
 
 
-def test_a_server_of_somebody_else_is_asked_where_it_is(tmp_path: Path):
-    story = Story(epochs=2, interval=1, examples=4, more={"base_url": "http://gpu:8000/v1"})
+@pytest.mark.parametrize(
+    ("host", "hone", "needs_key"),
+    [("gpu", "hone", True), ("gpu", "hone", False), ("127.0.0.1", "/env/bin/hone", True)],
+)
+def test_a_server_of_somebody_else_is_asked_where_it_is(
+    host: str, hone: str, needs_key: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    story = Story(epochs=2, interval=1, examples=4)
+    story.more = {"base_url": f"http://{host}:8000/v1", "needs_key": needs_key}
+    story.more["program"] = "/env/bin/hone"
     tell(story, tmp_path)
-    report.write(tmp_path, brief=True)
+    curl, export = commands_of(tmp_path)
+    assert curl[1] == f"http://{host}:8000/v1/chat/completions"
+    assert ("Authorization: Bearer $HONE_API_KEY" in curl) is needs_key
+    # On another machine neither the path of hone nor a directory of this one exists.
+    folder = str(tmp_path / "tool_caller-adapter") if host != "gpu" else "./tool_caller-adapter"
+    root = ["--root", "${HONE_ROOT:-.hone}"]
+    assert export == [hone, "export", "tool_caller@best", folder, *root]
     text = (tmp_path / "report.md").read_text()
-    assert "curl http://gpu:8000/v1/chat/completions" in text and "hone serve" not in text
-    assert "# on the server's machine, export a PEFT adapter" in text
+    assert ("HONE_API_KEY is the server's key" in text) is needs_key
+    assert (
+        "# on the server's machine, where HONE_ROOT is the root of the server, export a PEFT adapter"
+        in text
+    )
 
 
 def test_no_trained_step_beats_the_base_model(tmp_path: Path):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from tests.report.test_metrics import collected, job, started
+from tests.report.test_report import commands_of, finished, log
 from tests.server.conftest import write_model
 from tests.server.small_server import SmallServer, spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -387,3 +389,23 @@ def test_the_base_model_has_its_public_name(name: str, path: str, source: Any, p
 
 def test_every_wheel_names_an_original_that_hone_knows():
     assert all(wheel.original in KNOWN for wheel in WHEELS.values())
+
+
+def test_the_export_command_of_a_report_works_where_it_is_pasted(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = {"name": "agent", "project": "default", "root": str(root), "program": "/bin/hone"}
+    out, elsewhere = tmp_path / "my run", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    log(out, started(0.0, **run), collected(0, 0.5), job(0), finished())
+    hone, *arguments = commands_of(out)[-1]
+    assert hone == "/bin/hone"
+    monkeypatch.chdir(elsewhere)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    # The best step is the second one.
+    config = json.loads((out / "agent-adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4
+    assert result.stdout.strip() == str(out / "agent-adapter")
+    assert list(elsewhere.iterdir()) == []

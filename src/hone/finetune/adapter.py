@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,8 +48,6 @@ logger = logging.getLogger("hone")
 
 BACKEND = "openpipe-art"
 """Value of `backend` in a TrainingJobRef."""
-USUAL_ROOT = Path(".hone")
-"""Default root of `hone serve`."""
 NO_CONNECTION = "Failed to connect to ART backend"
 STATES = {
     "queued": TrainingStatusEnum.PENDING,
@@ -206,8 +203,9 @@ class ARTTrainerAdapter(TrainerAdapter):
         model["learning_rate"] = training.learning_rate
         if config.ip is not None and self.served is not None:
             model["base_url"] = self.served.base_url
-        elif config.ip is None and config.root != USUAL_ROOT:
-            model["root"] = str(config.root)
+            model["needs_key"] = config.api_key != "default"
+        elif config.ip is None:
+            model["root"] = str(config.root.absolute())
         return model
 
     # ---- the run ----------------------------------------------------------------------------

@@ -17,6 +17,8 @@ written.
 import ast
 import os
 import re
+import shlex
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,14 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _file_of(document: Document) -> Path | None:
     dataset = document.eval.general.dataset
     return None if dataset is None else dataset.file_path
+
+
+def program() -> str:
+    """The command of this installation of hone, which works in any directory and shell."""
+    # Not resolved: the interpreter of an environment is a link to one outside.
+    script = Path(sys.executable).absolute().parent / "hone"
+    own = [str(script)] if script.is_file() else [sys.executable, "-m", "hone"]
+    return shlex.join(own)
 
 
 def resume_arguments(arguments: Sequence[str], resume: str) -> list[str]:

@@ -34,7 +34,7 @@ from hone.event_log import FILE, EventLog
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
 from hone.finetune.dataset_builder import dataset_config_of
-from hone.finetune.fingerprint import evaluators_of, fingerprint_of, resume_arguments
+from hone.finetune.fingerprint import evaluators_of, fingerprint_of, program, resume_arguments
 from hone.finetune.journal import Journal
 from hone.finetune.overlap import overlap
 from hone.finetune.plan import dry_run
@@ -271,7 +271,10 @@ class Run:
             "began": self.began,
             "config_file": str(self.options.config_file),
             "command": shlex.join(["hone", *arguments]),
-            "again": shlex.join(["hone", *resume_arguments(arguments, self.config.resume)]),
+            # Paths in the arguments and in the YAML file may be relative to this directory.
+            "again": f"cd {shlex.quote(str(Path.cwd()))} && {program()} "
+            + shlex.join(resume_arguments(arguments, self.config.resume)),
+            "program": program(),
             "step": step,
             "epochs": self.config.num_epochs,
             "seed": self.config.seed,

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -32,6 +33,8 @@ from hone.rollout_record import file_name
 
 SHORTEST_S = 0.05
 """A phase that would be shown as 0.0 s is not shown."""
+LOCAL = {"127.0.0.1", "::1", "localhost"}
+"""Hosts that are this machine."""
 PHASE_NAMES = {
     "start_s": "start",
     "rollout_s": "rollouts",
@@ -58,7 +61,7 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
     embedded = {k: f"data:image/png;base64,{b64encode(v).decode()}" for k, v in pictures.items()}
     values = content(outcome, answers) | {
         "examples": examples,
-        "commands": _commands(outcome, request(output_dir / "trajectories")),
+        "commands": _commands(outcome, request(output_dir / "trajectories"), output_dir),
         "pictures": embedded,
     }
     numbers = outcome.as_dict() | {
@@ -138,26 +141,40 @@ def _tile(label: str, policy: PolicyReward) -> tuple[str, str, str]:
     return label, number(policy.mean), f"{interval}{place}{failed}"
 
 
-def _commands(outcome: Outcome, body: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """How to use the model: what each command does, and the command."""
+def _commands(
+    outcome: Outcome, body: dict[str, Any] | None, output_dir: Path
+) -> list[tuple[str, str]]:
+    """How to use the model: what each command does, and the command, which works in any directory."""
     run, model = outcome.history.run, outcome.model
     if model is None or not outcome.step:
         return []
-    root = f" --root {shlex.quote(run.root)}" if run.root else ""
     asks = "send what the agent sends" if body else "send a request"
     body = body or {"messages": [{"role": "user", "content": "Hello"}]}
     # A terminal shows a whole answer better than a stream of events.
     body = {"model": model, **{k: v for k, v in body.items() if not k.startswith("stream")}}
     url = shlex.quote(f"{run.base_url or 'http://127.0.0.1:8000/v1'}/chat/completions")
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    folder = shlex.quote(f"./{run.name}-adapter")
-    where = "on the server's machine, " if run.base_url else ""
+    headers = "-H 'Content-Type: application/json'"
+    if run.needs_key:
+        asks += "; HONE_API_KEY is the server's key"
+        headers += ' -H "Authorization: Bearer $HONE_API_KEY"'
+    program, serve = run.program or "hone", []
+    folder = str(output_dir.absolute() / f"{run.name}-adapter")
+    root, where = "", ""
+    if run.base_url:
+        root = ' --root "${HONE_ROOT:-.hone}"'
+        where = "on the server's machine, where HONE_ROOT is the root of the server, "
+        if urlsplit(run.base_url).hostname not in LOCAL:
+            program, folder = "hone", f"./{run.name}-adapter"
+    else:
+        root = f" --root {shlex.quote(run.root)}" if run.root else ""
+        serve = [("serve the model", f"{program} serve{root}")]
     return [
-        *([] if run.base_url else [("serve the model", f"hone serve{root}")]),
-        (asks, f"curl {url} -H 'Content-Type: application/json' \\\n  -d {data}"),
+        *serve,
+        (asks, f"curl {url} {headers} \\\n  -d {data}"),
         (
             f"{where}export a PEFT adapter, or with --merge a whole model",
-            f"hone export {shlex.quote(model)} {folder}{root}",
+            f"{program} export {shlex.quote(model)} {shlex.quote(folder)}{root}",
         ),
     ]
 

@@ -34,7 +34,7 @@ from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
 
 ROOT = ".hone"
 """Default root of a server that a run starts itself."""
-OF_SESSION = {"at", "type", "began", "session", "resumed", "step", "command", "again"}
+OF_SESSION = {"at", "type", "began", "session", "resumed", "step", "command", "again", "program"}
 """Fields of `run_started` that are not settings of the run."""
 RENAMED = {"avg_reward": "reward"}
 
