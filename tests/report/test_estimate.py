@@ -51,9 +51,16 @@ def test_a_mean_of_rewards_between_0_and_1_stays_there():
     assert wider is not None and wider.low is not None and wider.low < -10
 
 
-def test_equal_values_have_an_interval_without_width():
+def test_equal_values_have_no_interval():
+    """Without any spread nothing says how far the mean is from that of other examples."""
     third = 0.1 + 0.2
-    assert estimate([third] * 7) == Estimate(third, third, third, 7)
+    assert estimate([third] * 7) == Estimate(third, None, None, 7)
+    result = gain(*pairs([0.5] * 8))
+    # Eight changes of one sign: p = 2 / 2**8.
+    assert result is not None and result.p == pytest.approx(2 / 2**8)
+    assert (result.mean, result.low, result.high, result.n) == (0.5, None, None, 8)
+    apart = unpaired_gain({f"a{i}": [0.0] for i in range(5)}, {f"b{i}": [1.0] for i in range(5)})
+    assert apart == Estimate(1.0, None, None, 5, pytest.approx(2 / 252))
 
 
 # ---- changes --------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_the_steps_that_are_compared_are_named(tmp_path: Path):
         finished(),
     )
     assert rests == (
-        "The change from step 1 to step 4 is +1.00 (95% interval +1.00 to +1.00), paired over 8 "
+        "The change from step 1 to step 4 is +1.00 (all examples changed alike), paired over 8 "
         "examples, p = 0.008. The gain is unlikely to be chance."
     )
 
@@ -115,6 +115,42 @@ def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
         tmp_path, held_out, validation(0, {"a": [0.5]}, 0.5), *lines, validation(2, {}, None)
     )
     assert "Fewer than two validations have a reward, so " in rests
+
+
+def test_training_rewards_with_few_shared_examples_are_compared_unpaired(tmp_path: Path):
+    """5 changes of one sign cannot be significant, but 9 rewards against 9 others can."""
+
+    def lines(shared: int) -> list[dict]:
+        first = [rollout(0, f"a{i}", 0, 0.0) for i in range(9)]
+        last = [rollout(1, f"a{i}" if i < shared else f"b{i}", 0, 1.0) for i in range(9)]
+        return [started(), *first, collected(0, 0.0), *last, collected(1, 1.0), finished()]
+
+    for shared in (1, 5):
+        head, rests = basis(tmp_path, *lines(shared))
+        assert head == "Training reward rose from 0.00 to 1.00"
+        # Of the 18 over 9 = 48620 ways to deal the rewards out, two are as extreme; of 1999 random
+        # ones none is, so p = 2 * 1 / 2000.
+        assert (
+            f"is +1.00, between the mean rewards of different examples ({shared} of 9 were in both "
+            "epochs, too few to pair), p = 0.001. The gain is unlikely to be chance." in rests
+        )
+        assert measure(tmp_path).verdict == "better" and not measure(tmp_path).deltas
+    _, rests = basis(tmp_path, *lines(6))
+    assert "is +1.00 (all examples changed alike), paired over the 6 of 9 examples" in rests
+    _, rests = basis(tmp_path, *lines(0))
+    assert "is +1.00, between the mean rewards of different examples, p = 0.001." in rests
+
+
+def test_so_few_different_examples_cannot_show_a_change(tmp_path: Path):
+    """Two against two: the 4 over 2 = 6 ways to deal them out give p = 2 / 6 at best."""
+    lines = []
+    for epoch in range(2):
+        lines += [rollout(epoch, f"{epoch}{i}", 0, float(epoch)) for i in range(2)]
+        lines.append(collected(epoch, float(epoch)))
+    head, rests = basis(tmp_path, started(), *lines, finished())
+    assert head == "No significant change: training reward went from 0.00 to 1.00"
+    assert "p = 0.33. This may be chance." in rests and "cannot show" not in rests
+    assert measure(tmp_path).verdict == "unclear"
 
 
 def test_words_follow_the_p_value_where_the_interval_says_something_else(tmp_path: Path):

@@ -218,7 +218,7 @@ def test_the_title_says_the_finding():
     lines.append(validation(1, {str(i): [1.0] for i in range(8)}, 1.0))
     assert title(lines) == (
         "Held-out reward 0.00 \u2192 1.00",
-        "+1.00 (95% interval +1.00 to +1.00), 8 examples, p = 0.008",
+        "+1.00 (all examples changed alike), 8 examples, p = 0.008",
     )
 
 

@@ -1,7 +1,7 @@
 """report/text.py: numbers as people read them."""
 
 from hone.report.estimate import Estimate
-from hone.report.text import counted, duration, interval, number, signed
+from hone.report.text import counted, duration, ends, interval, number, signed
 
 
 def test_rewards_have_two_digits_and_no_negative_zero():
@@ -14,6 +14,14 @@ def test_rewards_have_two_digits_and_no_negative_zero():
 def test_changes_name_their_interval_where_there_is_one():
     assert interval(Estimate(0.25, -0.5, 1.0, 7)) == "+0.25 (95% interval \u22120.50 to +1.00)"
     assert interval(Estimate(0.25, None, None, 1)) == "+0.25"
+
+
+def test_an_interval_without_width_is_not_printed_as_one():
+    assert interval(Estimate(0.5, None, None, 8)) == "+0.50 (all examples changed alike)"
+    narrow = Estimate(0.5, 0.4999, 0.5001, 8)
+    assert interval(narrow) == "+0.50 (all examples changed nearly alike)"
+    assert ends(narrow) == "" == ends(Estimate(0.5, None, None, 8))
+    assert interval(Estimate(0.5, None, None, 8), paired=False) == "+0.50"
 
 
 def test_the_two_largest_units_of_time():

@@ -40,7 +40,7 @@ class Estimate:
 
     mean: float
     low: float | None
-    """None with fewer than two examples: one example says nothing about others."""
+    """None with fewer than two examples, or without any spread: neither says anything about others."""
     high: float | None
     n: int
     """Number of examples."""
@@ -89,7 +89,7 @@ def _interval(
     if n < 2:
         return Estimate(mean, None, None, n)
     if min(values) == max(values):  # exact: sums would round
-        return Estimate(values[0], values[0], values[0], n)
+        return Estimate(values[0], None, None, n)
     low, high = _t_interval(mean, stdev(values) / n**0.5, n - 1)
     return Estimate(mean, max(low, lowest), min(high, highest), n)
 
@@ -122,7 +122,7 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
     shares = _are_shares(r for side in (before, after) for all_ in side.values() for r in all_)
     deltas = list(changes(before, after).values())
     change = _interval(deltas, -1.0, 1.0) if shares else _interval(deltas)
-    if change is None or change.low is None:
+    if change is None or change.n < 2:
         return change
     import numpy as np
 
@@ -180,7 +180,7 @@ def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:
     from scipy import stats
 
     squares = [stdev(values) ** 2 / len(values) for values in (first, last)]
-    error, ends = sum(squares) ** 0.5, (mean, mean)
+    error, ends = sum(squares) ** 0.5, (None, None)
     if error:
         spread = squares[0] ** 2 / (len(first) - 1) + squares[1] ** 2 / (len(last) - 1)
         ends = _t_interval(mean, error, error**4 / spread)

@@ -51,7 +51,8 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
     }.get(outcome.verdict, (f"No significant change: {what} went {moved}", "unsure"))
     steps = f" from step {first.step} to step {last.step}" if last.step is not None else ""
     p = f", {p_value(gain)}" if gain.p is not None else ""
-    change = f"The change{steps} is {interval(gain)}{_paired(outcome, gain)}{p}."
+    size = interval(gain, paired=bool(outcome.deltas))
+    change = f"The change{steps} is {size}{_paired(outcome, gain)}{p}."
     basis = [change, _certainty(outcome, gain), _choice(outcome), _failures(outcome)]
     basis.append(_shared_with_training(outcome))
     if not outcome.held_out:
@@ -65,10 +66,11 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
 
 def _paired(outcome: Outcome, gain: Estimate) -> str:
     """The examples that are compared; some may have a reward under only one of the policies."""
-    if not outcome.deltas:
-        return " between different examples"
     assert outcome.baseline is not None and outcome.tuned is not None
     most = max(outcome.baseline.n, outcome.tuned.n)
+    if not outcome.deltas:
+        few = f" ({outcome.shared} of {most} were in both epochs, too few to pair)"
+        return f", between the mean rewards of different examples{few if outcome.shared else ''}"
     if outcome.compared is not None:
         most = max(most, outcome.compared.before.num_examples, outcome.compared.after.num_examples)
     if gain.n < most:  # its mean is then not the difference of the two means
@@ -78,7 +80,7 @@ def _paired(outcome: Outcome, gain: Estimate) -> str:
 
 def _certainty(outcome: Outcome, gain: Estimate) -> str:
     """What the p value says, which decides; if the interval seems to disagree, also the reason."""
-    if gain.n < MIN_PAIRS:
+    if gain.p is None or (outcome.deltas and gain.n < MIN_PAIRS):
         return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
     if not gain.certain and gain.excludes_zero:
         return (
@@ -86,9 +88,9 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
             "too narrow; the test decides. More held-out examples would settle it."
         )
     if not gain.certain:
-        return "This may be chance. More held-out examples would narrow the interval."
+        return "This may be chance. More held-out examples would settle it."
     text = f"The {'gain' if gain.mean > 0 else 'loss'} is unlikely to be chance."
-    if not gain.excludes_zero:
+    if gain.low is not None and not gain.excludes_zero:
         text += " Its size is uncertain: a few examples changed by far more than the rest."
     if gain.mean < 0 and outcome.held_out:
         text += " Serve an earlier step instead (NAME@best, NAME@0)."
@@ -146,7 +148,8 @@ def plot_title(outcome: Outcome) -> tuple[str, str]:
     if first and last and gain:
         what = "Held-out" if outcome.held_out else "Training"
         again = f"step {last.step} answered again" if compared and compared.fresh else ""
-        notes = interval(gain), counted(gain.n, "example"), p_value(gain), again
+        size = interval(gain, paired=bool(outcome.deltas))
+        notes = size, counted(gain.n, "example"), p_value(gain), again
         text = f"{what} reward {number(first.mean)} \u2192 {number(last.mean)}"
         return text, ", ".join(filter(None, notes))
     history = outcome.history

@@ -7,7 +7,7 @@ Before is the first validation with a reward, after is the best step, or the las
 chosen (comparison.py). The gain is paired by example and significant when its p value is at most
 0.05 (estimate.py says which test). Without two validations the training rewards of the first and
 the last epoch are compared, and the report says so first, because a model can memorize its training
-examples.
+examples. They are paired if at least `MIN_PAIRS` examples were in both epochs.
 """
 
 from collections import Counter
@@ -20,6 +20,7 @@ from hone.event_log import FILE, read
 from hone.report import metrics
 from hone.report.comparison import Comparison, comparison
 from hone.report.estimate import (
+    MIN_PAIRS,
     Estimate,
     Rewards,
     by_example,
@@ -65,7 +66,9 @@ class Outcome:
     tuned: PolicyReward | None = None
     gain: Estimate | None = None
     deltas: tuple[float, ...] = ()
-    """Change of each example."""
+    """Change of each example; empty if the examples are not paired."""
+    shared: int = 0
+    """Number of examples that both policies have a reward for."""
 
     @classmethod
     def of(cls, history: History) -> Self:
@@ -85,8 +88,12 @@ class Outcome:
                 PolicyReward.of(rewards[0], epoch=first),
                 PolicyReward.of(rewards[1], epoch=last),
             )
-            change = gain(*rewards) or unpaired_gain(*rewards)
-        return cls(history, compared, *policies, change, tuple(changes(*rewards).values()))
+            shared = len(changes(*rewards))
+            if shared < MIN_PAIRS:
+                return cls(history, None, *policies, unpaired_gain(*rewards), shared=shared)
+            change = gain(*rewards)
+        deltas = tuple(changes(*rewards).values())
+        return cls(history, compared, *policies, change, deltas, len(deltas))
 
     @property
     def held_out(self) -> bool:

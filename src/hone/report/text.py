@@ -22,15 +22,19 @@ def signed(value: float) -> str:
     return f"{'' if value < 0 else '+'}{number(value)}"
 
 
-def interval(change: Estimate) -> str:
-    """A change with its interval."""
-    known = f" (95% interval {ends(change)})" if ends(change) else ""
-    return f"{signed(change.mean)}{known}"
+def interval(change: Estimate, *, paired: bool = True) -> str:
+    """A change with its interval; `paired`: it is a mean over the changes of examples."""
+    if known := ends(change):
+        return f"{signed(change.mean)} (95% interval {known})"
+    if change.n < 2 or not paired:
+        return signed(change.mean)
+    nearly = "" if change.low is None else "nearly "
+    return f"{signed(change.mean)} (all examples changed {nearly}alike)"
 
 
 def ends(change: Estimate) -> str:
-    """The interval of a change; empty if it has none."""
-    if change.low is None or change.high is None:
+    """The interval of a change; empty if it has none, or none that two decimals can show."""
+    if change.low is None or change.high is None or signed(change.low) == signed(change.high):
         return ""
     return f"{signed(change.low)} to {signed(change.high)}"
 
