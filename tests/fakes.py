@@ -359,6 +359,8 @@ class MemoryAdapter(TrainerAdapter):
         self.hangs = False
         self.reason: str | None = None
         """Why its jobs make no gradient step; None: they make one."""
+        self.moves = True
+        """Whether a job publishes a new step."""
         self._steps: dict[str, int] = {}
 
     async def is_healthy(self) -> bool:
@@ -370,7 +372,7 @@ class MemoryAdapter(TrainerAdapter):
         before = self.jobs.setdefault(key, trajectories)
         assert before.model_dump_json() == trajectories.model_dump_json(), "another job, same key"
         if key not in self._steps and self.fail(key) is None:
-            self.step += 1
+            self.step += self.moves
             self._steps[key] = self.step
         return TrainingJobRef(
             run_id=trajectories.run_id, backend="memory", metadata={"job": f"job-{key}", "key": key}

@@ -152,7 +152,7 @@ class RolloutDone(RoundEvent, frozen=True):
     tokens: int | None
     """Sampled tokens."""
     round: int = 0
-    """Number of the round in the epoch, from 0."""
+    """Number of the round in the epoch, from 0; of `final`, as in `final_validation`."""
     rollout: str | None = None
     """Id under which the server records the calls of the rollout."""
     failure_reason: str | None = None
@@ -266,13 +266,13 @@ class ValidationStarted(Event, frozen=True):
 
     type: Literal["validation_started"] = "validation_started"
     epoch: int
-    """Epochs that the policy was trained for."""
+    """Epochs that the policy was trained for; in the comparison at the end, the later policy."""
     rollouts: int
-    """Rollouts of the validation."""
+    """Rollouts of the validation; in the comparison at the end, those of both policies."""
     resumed: int = 0
     """Rollouts of the validation that an earlier session finished."""
     final: bool = False
-    """The validation is part of the comparison at the end of the run."""
+    """It is the comparison at the end of the run, in which two policies answer side by side."""
 
 
 def _number_of_failures(failures: Any) -> Any:
@@ -303,6 +303,10 @@ class ValidationResult(Event, frozen=True):
     """Rollouts that failed because of the model, by example."""
     on_policy_failure: Literal["drop", "lowest"] | float = "drop"
     """Reward of such a rollout. `lowest` and `drop`: the smaller of 0 and the run's lowest reward."""
+    unanswered: dict[str, list[int]] = Field(default_factory=dict)
+    """Rollouts that failed before the policy answered: positions in `rewards`, by example."""
+    lost: dict[str, list[int]] = Field(default_factory=dict)
+    """Rollouts that the environment failed after the policy had answered, likewise."""
     error: str | None = None
     """Why the validation failed."""
     seconds: float | None = None
@@ -316,9 +320,11 @@ class ValidationDone(ValidationResult, frozen=True):
 
 
 class FinalValidationDone(ValidationResult, frozen=True):
-    """The first or the chosen policy answered the held-out examples again, to be compared."""
+    """One of the two policies that answered the held-out examples side by side, to be compared."""
 
     type: Literal["final_validation"] = "final_validation"
+    round: int = 0
+    """`round` of the rollouts: epochs that the later policy of the comparison was trained for."""
 
 
 class EpochDone(Event, frozen=True):

@@ -135,7 +135,7 @@ class RolloutRecord(Strict):
     epoch: int
     """Number of the epoch; in a validation, the epochs that the policy was trained for."""
     round: int = 0
-    """Number of the round in the epoch."""
+    """Number of the round in the epoch; of `final`, epochs that the later policy was trained for."""
     split: Split
     """`train`, `val`, or `final` for the validation at the end of the run."""
     example: str

@@ -131,9 +131,9 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(
     held_out = json.loads((finetune.output / "validation_history.json").read_text())
     assert [entry["epoch"] for entry in held_out] == [0, 4, 8]
     best = max(held_out, key=lambda entry: entry["avg_reward"])
-    if best["epoch"]:  # a step was chosen: it and the first answered anew
-        finals = itertools.product((0, best["epoch"]), range(HELD_OUT))
-        expected |= {("final", epoch, f"e{EXAMPLES + i}", 0) for epoch, i in finals}
+    compared = best if best["epoch"] else held_out[-1]  # it and the first answered side by side
+    finals = itertools.product((0, compared["epoch"]), range(HELD_OUT))
+    expected |= {("final", epoch, f"e{EXAMPLES + i}", 0) for epoch, i in finals}
     assert set(rollouts(finetune)) == expected
     jobs = server.jobs("trainer_project/killed")
     assert [job["state"] for job in jobs] == ["done"] * EPOCHS

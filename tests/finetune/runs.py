@@ -136,7 +136,7 @@ class _Teller:
                 return
         if story.held_out and story.ends:
             yield from self.validate(story.epochs)
-            yield from self.confirm()
+            yield from self.compare()
         if story.ends:
             yield self.finish("completed", f"{story.epochs} of {story.epochs} epochs")
 
@@ -220,7 +220,8 @@ class _Teller:
             kind, reason = self.draw.choice(_FAILURES)
         else:
             low, high = story.scale if split == "train" else story.held_out_scale or story.scale
-            good = self.draw.random() < self.chance(split, epoch + round_ / story.rounds, example)
+            part = round_ / story.rounds if split == "train" else 0.0
+            good = self.draw.random() < self.chance(split, epoch + part, example)
             partly = 0.3 * (high - low) if self.draw.random() < 0.2 else 0.0
             reward = high if good else low + partly
         return self.event(
@@ -299,44 +300,57 @@ class _Teller:
         config = {"learning_rate": self.story.learning_rate, "loss": "grpo", "beta": 0.0}
         return {"step": self.step, "metrics": metrics, "counts": {}, "reason": "", "config": config}
 
-    def confirm(self) -> Iterator[Line]:
-        """The first and the chosen step answer anew, where one was chosen among several."""
-        best = max(self.validated, key=lambda entry: entry[0], default=None)
-        if best is not None and len(self.validated) > 2 and best != self.validated[0]:
-            for _, step, epoch in (self.validated[0], best):
-                yield from self.validate(epoch, step=step)
+    def compare(self) -> Iterator[Line]:
+        """The first step and the best one, or the last if none is better, answer side by side."""
+        if len(self.validated) < 2:
+            return
+        first, last = self.validated[0], self.validated[-1]
+        best = max(self.validated, key=lambda entry: entry[0])
+        pair = [entry[1:] for entry in (first, last if best == first else best)]
+        round_, started, held_out = pair[1][1], self.at, self.story.held_out
+        yield self.event("validation_started", epoch=round_, rollouts=2 * held_out, final=True)
+        sides: list[list[Line]] = [[], []]
+        for example in range(held_out):
+            for side, (_, epoch) in enumerate(pair):
+                sides[side].append(self.rollout("final", epoch, round_, example, 0))
+                yield sides[side][-1]
+        for (step, epoch), ended in zip(pair, sides, strict=True):
+            where = {"epoch": epoch, "step": step, "round": round_}
+            yield self.event("final_validation", **where, **self.measured(ended, started))
 
-    def validate(self, epoch: int, step: int | None = None) -> Iterator[Line]:
-        started, held_out, final = self.at, self.story.held_out, step is not None
-        yield self.event("validation_started", epoch=epoch, rollouts=held_out, final=final)
-        rewards: dict[str, list[float | None]] = {}
-        failed: dict[str, int] = {}
+    def validate(self, epoch: int) -> Iterator[Line]:
+        started, held_out = self.at, self.story.held_out
+        yield self.event("validation_started", epoch=epoch, rollouts=held_out, final=False)
+        ended = []
         for example in range(0 if epoch in self.story.failed_validations else held_out):
-            event = self.rollout("final" if final else "val", epoch, 0, example, 0)
-            yield event
-            rewards[event["example"]] = [event["reward"]]
-            if event["failure_kind"] == "policy":
-                failed[event["example"]] = 1
-        known = [r for all_ in rewards.values() for r in all_ if r is not None]
+            ended.append(self.rollout("val", epoch, 0, example, 0))
+            yield ended[-1]
+        measured = self.measured(ended, started)
+        if measured["avg_reward"] is not None:
+            self.validated.append((measured["avg_reward"], self.step, epoch))
+        yield self.event("validation", epoch=epoch, step=self.step, **measured)
+
+    def measured(self, ended: list[Line], started: float) -> dict[str, Any]:
+        """The fields of a validation's event."""
+        rewards = {event["example"]: [event["reward"]] for event in ended}
+        failed = {e["example"]: 1 for e in ended if e["failure_kind"] == "policy"}
+        outside = [e["example"] for e in ended if e["failure_kind"] == "infrastructure"]
+        known = [r for [r] in rewards.values() if r is not None]
         failures = len(rewards) - len(known)
         known += [min([self.lowest, *known])] * len(failed)
-        if not final and known:
-            self.validated.append((fmean(known), self.step, epoch))
-        yield self.event(
-            "final_validation" if final else "validation",
-            epoch=epoch,
-            step=step if final else self.step,
-            policy_failures=failed,
-            on_policy_failure="drop",
-            avg_reward=fmean(known) if known else None,
-            min_reward=min(known, default=None),
-            max_reward=max(known, default=None),
-            num_examples=len(rewards),
-            failures=failures,
-            rewards=rewards,
-            error=None if known else "connection refused",
-            seconds=self.at - started,
-        )
+        return {
+            "policy_failures": failed,
+            "on_policy_failure": "drop",
+            "unanswered": {example: [0] for example in outside},
+            "avg_reward": fmean(known) if known else None,
+            "min_reward": min(known, default=None),
+            "max_reward": max(known, default=None),
+            "num_examples": len(rewards),
+            "failures": failures,
+            "rewards": rewards,
+            "error": None if known else "connection refused",
+            "seconds": self.at - started,
+        }
 
     def finish(self, status: str, message: str) -> Line:
         return self.event(

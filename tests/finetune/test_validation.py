@@ -18,9 +18,10 @@ from hone.event_log import EventLog, read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
-from hone.finetune.validation import Validator
-from hone.report.comparison import comparison
+from hone.finetune.validation import Validator, missing
+from hone.report.comparison import Comparison, comparison
 from hone.report.history import History
+from hone.rollout_record import FailureRecord, RolloutRecord
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 
@@ -70,11 +71,10 @@ async def test_greedy_validation_repeats_each_example(bench: Bench):
     assert bench.events("validation")[0]["rewards"] == {"x": [1.0, 1.0, 1.0]}
 
 
-@pytest.mark.parametrize("step", [0, 1])
 async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
-    rehearsal: Rehearsal, tmp_path: Path, step: int
+    rehearsal: Rehearsal, tmp_path: Path
 ):
-    """A final validation compares two steps; the program's requests name neither."""
+    """The comparison at the end names two steps; the program's requests name neither."""
     changes: dict[str, Any] = {
         "workflow": {"target": "agent.py:process", "args": {"base_model": str(rehearsal.model)}},
         "finetuning": {"validation": {"greedy": True}},
@@ -89,14 +89,20 @@ async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
             trained = await run.adapter.wait_until_complete(await run.adapter.submit(groups))
             assert (trained.metadata or {})["step"] == 1
             config = run.builder.document.finetuning
-            state = RunState(config)
+            state = RunState.follow(config, events)
+            example = run.evaluation.items[0].id
+            for step in (0, 1):
+                rewards = {"avg_reward": 0.5, "rewards": {example: [0.5]}, "failures": 0}
+                events.append("validation", epoch=step, step=step, **rewards)
             validator = Validator(run.evaluation, config, journal, events, state, run.adapter)
-            outcome = await validator.validate(step, step, final=True)
-            [record] = journal.finished("final", step).values()
-        calls = await run.adapter.backend.calls(record.rollout)
+            await validator.compare()
+            records = [*journal.records("final", 0, 1), *journal.records("final", 1, 1)]
+        calls = [await run.adapter.backend.calls(record.rollout) for record in records]
         await run.adapter.model.close()
-    assert (outcome["error"], record.policy_steps) == (None, [step])
-    assert [(one.call.step, one.call.temperature) for one in calls] == [(step, 0.0)] * 2
+    assert [record.policy_steps for record in records] == [[0], [1]]
+    for step, made in enumerate(calls):
+        assert [(one.call.step, one.call.temperature) for one in made] == [(step, 0.0)] * 2
+    assert [(v.step, v.error) for v in state.history.finals[0]] == [(0, None), (1, None)]
 
 
 async def test_an_evaluator_that_fails_is_not_asked_by_running_the_agent_again(bench: Bench):
@@ -203,62 +209,134 @@ async def test_a_failure_of_the_environment_does_not_lower_the_reward(bench: Ben
 
 
 class Recording(Evaluation):
-    """Notes which step each rollout asked for; the end of rollout `killed` ends the process."""
+    """Notes which step each rollout asked for; the end of rollout `killed` ends the process.
 
+    One rollout runs at a time.
+    """
+
+    turn: asyncio.Lock
     steps: ClassVar[list[tuple[str, int | None]]] = []
     killed: ClassVar[tuple[str, int | None] | None] = None
 
     async def run_item(self, item: Any, **options: Any) -> Any:
         here = item.id, options.get("step")
-        self.steps.append(here)
-        result = await super().run_item(item, **options)
-        if here == self.killed:
-            raise asyncio.CancelledError
-        return result
+        async with self.turn:
+            self.steps.append(here)
+            result = await super().run_item(item, **options)
+            if here == self.killed:
+                raise asyncio.CancelledError
+            return result
+
+
+def recording(
+    names: str, bench: Bench, changed: dict[int, str] | None = None, answer: Any = None
+) -> Recording:
+    """Held-out examples; the reward of a step is 0.1, 0.3, 0.6 and 0.5, unless it is `changed`."""
+    rewards = {0: "0.1", 1: "0.3", 2: "0.6", 3: "0.5"} | (changed or {})
+    plain = evaluation(names, answer or (lambda input: rewards[bench.adapter.step]))
+    made = Recording(
+        workflow=plain.workflow, items=plain.items, evaluators=plain.evaluators, max_concurrency=4
+    )
+    made.turn = asyncio.Lock()
+    return made
 
 
 @pytest.fixture
 def chosen(bench: Bench) -> Bench:
     """Three trained steps are validated; step 2 is the best."""
-    rewards = {0: "0.1", 1: "0.3", 2: "0.6", 3: "0.5"}
-    plain = evaluation("xy", lambda input: rewards[bench.adapter.step])
-    bench.validation = Recording(
-        workflow=plain.workflow, items=plain.items, evaluators=plain.evaluators, max_concurrency=1
-    )
+    bench.validation = recording("xy", bench)
     bench.interval, bench.adapter.serves_steps = 1, True
     Recording.steps, Recording.killed = [], None
     return bench
 
 
-async def test_the_first_and_the_chosen_step_answer_anew_at_the_end(chosen: Bench):
+def finals() -> list[tuple[str, int]]:
+    """Example and step of the rollouts of comparisons, in the order of their starts."""
+    return [(id, step) for id, step in Recording.steps if step is not None]
+
+
+def result_of(bench: Bench) -> Comparison:
+    result = comparison(History.of(read(bench.directory / "events.jsonl")))
+    assert result is not None
+    return result
+
+
+async def test_the_first_and_the_chosen_step_answer_side_by_side_at_the_end(chosen: Bench):
+    chosen.validation = recording("uvwxyz", chosen)
     await chosen.run(3)
-    finals = [(id, step) for id, step in Recording.steps if step is not None]
-    assert finals == [("x", 0), ("y", 0), ("x", 2), ("y", 2)]
-    assert [(e["epoch"], e["step"]) for e in chosen.events("final_validation")] == [(0, 0), (2, 2)]
+    # Both answer an example before the next one starts, in an order that is drawn for each.
+    ran = finals()
+    assert [id for id, _ in ran] == [*"uuvvwwxxyyzz"]
+    orders = [tuple(step for _, step in ran[i : i + 2]) for i in range(0, 12, 2)]
+    assert set(orders) == {(0, 2), (2, 0)}
+    assert [(e["epoch"], e["step"], e["round"]) for e in chosen.events("final_validation")] == [
+        (0, 0, 2),
+        (2, 2, 2),
+    ]
+    [began] = [e for e in chosen.events("validation_started") if e["final"]]
+    assert (began["epoch"], began["rollouts"], began["resumed"]) == (2, 12, 0)
     # The choice itself rests on the validations before: the backend hears nothing new.
     assert [step for split, step, _ in chosen.adapter.logged if split == "val"] == [0, 1, 2, 3]
-    history = History.of(read(chosen.directory / "events.jsonl"))
-    result = comparison(history)
-    assert result is not None and result.fresh and result.chosen_of == 3
+    result = result_of(chosen)
+    assert result.fresh and result.chosen_of == 3 and not result.others
     assert (result.before.step, result.after.step) == (0, 2)
     assert (chosen.directory / "trajectories" / "final_002.jsonl").exists()
     ids = [e["rollout"] for e in chosen.events("rollout") if e["split"] == "final"]
-    assert [id.partition(":")[2] for id in ids] == [
-        *("f0.0.0.0.s1", "f0.0.1.0.s1", "f2.0.0.0.s1", "f2.0.1.0.s1")
-    ]
+    assert len(set(ids)) == 12 and {id.partition(":")[2] for id in ids[:2]} == {
+        *("f0.2.0.0.s1", "f2.2.0.0.s1")
+    }
 
 
-async def test_a_final_validation_that_was_killed_goes_on(chosen: Bench):
-    Recording.killed = "y", 2
+async def test_the_order_is_drawn_for_each_repetition_and_depends_on_the_seed(chosen: Bench):
+    orders = []
+    for seed in (1, 2, 1):
+        chosen.directory, Recording.steps = chosen.directory / "next", []
+        chosen.adapter.step = 0
+        chosen.keys = {"validation": ValidationConfig(reps=8), "seed": seed}
+        await chosen.run(3)
+        assert len(finals()) == 2 * 2 * 8
+        orders.append(finals())
+    assert orders[0] == orders[2] != orders[1]
+    assert {(0, 2), (2, 0)} == {tuple(s for _, s in orders[0][i : i + 2]) for i in range(0, 16, 2)}
+
+
+@pytest.mark.parametrize("killed", [("x", 0), ("x", 2), ("y", 0), ("y", 2)])
+async def test_a_comparison_that_was_killed_goes_on_and_repeats_nothing(
+    chosen: Bench, killed: tuple[str, int]
+):
+    Recording.killed = killed
     with pytest.raises(asyncio.CancelledError):
         await chosen.run(3)
-    assert len(chosen.events("final_validation")) == 1
+    assert not chosen.events("final_validation")
+    ended = [e for e in chosen.events("rollout") if e["split"] == "final"]
+    known = [(e["example"], e["epoch"]) for e in ended]
+    assert killed not in known
     Recording.steps, Recording.killed = [], None
     await chosen.run(3)
-    assert Recording.steps == [("y", 2)]
+    assert sorted([*known, *Recording.steps]) == [("x", 0), ("x", 2), ("y", 0), ("y", 2)]
     assert len(chosen.events("final_validation")) == 2
+    ids = [e["rollout"] for e in chosen.events("rollout")]
+    assert len(set(ids)) == len(ids)
+    Recording.steps = []
     await chosen.run(3)
-    assert Recording.steps == [("y", 2)]
+    assert not Recording.steps and len(chosen.events("final_validation")) == 2
+
+
+async def test_a_run_that_goes_on_compares_its_new_best_step_side_by_side(chosen: Bench):
+    """The first step's answers of the earlier comparison were given at another time."""
+    await chosen.run(2)
+    assert (result_of(chosen).after.step, len(finals())) == (2, 4)
+    Recording.steps = []
+    chosen.validation = recording("xy", chosen, {3: "0.9"})
+    await chosen.run(3)
+    assert {*finals()} == {("x", 0), ("y", 0), ("x", 3), ("y", 3)}
+    assert (result_of(chosen).fresh, result_of(chosen).after.step) == (True, 3)
+    assert len(History.of(read(chosen.directory / "events.jsonl")).finals) == 2
+    # Where the best step is the same, its answers count.
+    Recording.steps = []
+    chosen.validation = recording("xy", chosen, {3: "0.9", 4: "0.1"})
+    await chosen.run(4)
+    assert not finals() and result_of(chosen).after.step == 3
 
 
 async def test_a_validation_that_was_not_sent_before_a_kill_is_sent_at_the_next_start(bench: Bench):
@@ -278,37 +356,89 @@ async def test_a_validation_that_was_not_sent_before_a_kill_is_sent_at_the_next_
     assert [event["epoch"] for event in bench.events("validation")] == [0, 1]
 
 
-@pytest.mark.parametrize("why", ["one trained step", "greedy", "no steps"])
-async def test_where_nothing_was_chosen_or_can_be_proved_nothing_runs_again(
-    chosen: Bench, why: str
-):
-    if why == "one trained step":
-        chosen.interval = 5
-    elif why == "greedy":
-        chosen.keys = {"validation": ValidationConfig(greedy=True)}
-    elif why == "no steps":
-        chosen.adapter.serves_steps = False
+async def test_one_trained_step_and_the_first_answer_side_by_side(chosen: Bench):
+    chosen.interval = 5
     await chosen.run(3)
-    assert all(step is None for _, step in Recording.steps)
-    history = History.of(read(chosen.directory / "events.jsonl"))
-    result = comparison(history)
-    if why in ("greedy", "no steps"):  # the p value allows for the choice instead
-        assert (
-            result is not None and not result.fresh and len(result.tried) == result.chosen_of == 3
+    assert {*finals()} == {("x", 0), ("y", 0), ("x", 3), ("y", 3)}
+    result = result_of(chosen)
+    assert result.fresh and (result.before.step, result.after.step) == (0, 3)
+    assert result.chosen_of == 1 and not result.others
+
+
+async def test_greedy_answers_repeat_those_that_chose_the_step(chosen: Bench):
+    """So the p value allows for the choice, although both answered again."""
+    chosen.keys = {"validation": ValidationConfig(greedy=True)}
+    trainer = await chosen.start()
+    place = {"run_id": "r", "session": 1, "epochs": 3, "step": 0}
+    trainer.events.append("run_started", validation_greedy=True, **place)
+    await trainer.run(3)
+    await trainer.cleanup()
+    assert {*finals()} == {("x", 0), ("y", 0), ("x", 2), ("y", 2)}
+    result = result_of(chosen)
+    assert result.fresh and result.chosen_of == 3
+    # Steps 1 and 3 against step 0: 0.3 - 0.1 and 0.5 - 0.1.
+    assert [other["x"] for other in result.others] == pytest.approx([0.2, 0.4])
+
+
+async def test_a_backend_without_earlier_steps_compares_the_answers_of_the_run(chosen: Bench):
+    chosen.adapter.serves_steps = False
+    await chosen.run(3)
+    assert not finals()
+    result = result_of(chosen)
+    assert not result.fresh and result.chosen_of == 3 and len(result.others) == 2
+
+
+async def test_where_no_trained_step_is_better_the_last_one_is_compared(chosen: Bench):
+    chosen.validation = recording("xy", chosen, {1: "0.09", 2: "0.08", 3: "0.07"})
+    await chosen.run(3)
+    assert {*finals()} == {("x", 0), ("y", 0), ("x", 3), ("y", 3)}
+    result = result_of(chosen)
+    assert result.fresh and (result.before.step, result.after.step) == (0, 3)
+    assert result.chosen_of == 1
+
+
+async def test_a_run_that_trained_nothing_compares_no_step_with_itself(chosen: Bench):
+    chosen.adapter.moves = False
+    await chosen.run(2)
+    assert not finals()
+
+
+async def test_a_step_that_the_backend_lost_leaves_the_answers_of_the_run(chosen: Bench, caplog):
+    def answer(input: str) -> str:
+        if Recording.steps[-1][1] == 0:
+            raise ConnectionError("step 0 is not served")
+        return {0: "0.1", 1: "0.3", 2: "0.6", 3: "0.5"}[chosen.adapter.step]
+
+    chosen.validation, chosen.keys = recording("xy", chosen, answer=answer), {"rollout_retries": 0}
+    await chosen.run(3)
+    first, second = chosen.events("final_validation")
+    assert "final validation of step 0: 2 of 2 rollouts failed" in first["error"]
+    assert (first["unanswered"], second["error"]) == ({"x": [0], "y": [0]}, None)
+    result = result_of(chosen)
+    assert not result.fresh and len(result.others) == 2
+
+
+def test_what_the_environment_failed_is_told_apart_by_whether_the_policy_answered():
+    def record(
+        example: str, generation: int, kind: Any, *, answered: bool = False
+    ) -> RolloutRecord:
+        failure = kind and FailureRecord(kind=kind, reason="connection")
+        return RolloutRecord(
+            epoch=0,
+            split="val",
+            example=example,
+            generation=generation,
+            rollout=f"{example}{generation}",
+            reward=None if kind else 1.0,
+            failure=failure,
+            answered=answered,
         )
-    elif why == "one trained step":
-        assert result is not None and (result.before.step, result.after.step) == (0, 3)
-        assert result.chosen_of == 1
 
-
-async def test_where_no_trained_step_is_better_the_last_one_is_compared(bench: Bench):
-    bench.validation = evaluation("xy", lambda input: str(1 - 0.1 * bench.adapter.step))
-    bench.interval, bench.adapter.serves_steps = 1, True
-    await bench.run(3)
-    assert not bench.events("final_validation")
-    result = comparison(History.of(read(bench.directory / "events.jsonl")))
-    assert result is not None and (result.before.step, result.after.step, result.chosen_of) == (
-        0,
-        3,
-        1,
-    )
+    records = [
+        record("a", 0, None, answered=True),
+        record("a", 1, "infrastructure"),
+        record("a", 2, "infrastructure", answered=True),
+        record("b", 0, "policy", answered=True),
+        record("b", 1, "infrastructure", answered=True),
+    ]
+    assert missing(records) == {"unanswered": {"a": [1]}, "lost": {"a": [2], "b": [1]}}

@@ -122,16 +122,21 @@ def test_pairing_sees_what_means_alone_would_not():
 
 def test_a_step_chosen_among_several_must_be_better_by_more():
     before, after = pairs([1.0] * 6 + [0.0] * 2)
-    _, other = pairs([1.0] * 5 + [-1.0] + [0.0] * 2)
-    alone, chosen = gain(before, after), gain(before, after, tried=[other, after])
+    other = changes(*pairs([1.0] * 5 + [-1.0] + [0.0] * 2))
+    alone, chosen = gain(before, after), gain(before, after, others=[other])
     assert alone is not None and chosen is not None
     # Flips that make one of the two changes 6: all as they are, or the sixth alone. 2 * 2 / 2**6.
     assert alone.p == pytest.approx(2 / 2**6)
     assert chosen.p == pytest.approx(4 / 2**6) and not chosen.certain
     assert (chosen.mean, chosen.low, chosen.high) == (alone.mean, alone.low, alone.high)
     # Copies of one policy are one policy.
-    copies = gain(before, after, tried=[after, after, after])
+    copies = gain(before, after, others=[changes(before, after)] * 2)
     assert copies is not None and copies.p == pytest.approx(alone.p)
+    # The p value is that of `after`, also where another policy changed by more. Its change is 4, the
+    # other's 6. Flips of six examples that make one of them at least 4: none or one of the six
+    # flipped (7), or the last two flipped, which are not in `after` (1). 2 * 8 / 2**6.
+    smaller = gain(*pairs([1.0] * 4 + [0.0] * 4), others=[changes(before, after)])
+    assert smaller is not None and smaller.p == pytest.approx(0.25)
 
 
 def test_different_examples_are_compared_by_their_means():

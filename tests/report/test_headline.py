@@ -1,14 +1,16 @@
 """report/headline.py: the first words of a report are true of every run, also of those that failed."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.report.test_metrics import collected, job, rollout, started
 from tests.report.test_plots import validation
 from tests.report.test_report import finished, log
 
 from hone.report import report
-from hone.report.headline import headline, plot_title
+from hone.report.headline import DIFFERENT_TIMES, headline, plot_title
 from hone.report.outcome import measure
 
 
@@ -75,7 +77,7 @@ def test_the_steps_that_are_compared_are_named(tmp_path: Path):
     )
     assert rests == (
         "The change from step 1 to step 4 is +1.00 (all examples changed alike), paired over 8 "
-        "examples, p = 0.008. The gain is unlikely to be chance."
+        f"examples, p = 0.008. The gain is unlikely to be chance. {DIFFERENT_TIMES}"
     )
 
 
@@ -179,24 +181,120 @@ def test_the_words_say_how_the_step_was_chosen(tmp_path: Path):
     zero, half, one = ({str(i): [float(i < n)] for i in range(8)} for n in (0, 4, 8))
     lines = [validation(0, zero, 0.0), validation(1, half, 0.5), validation(2, one, 1.0)]
     _, rests = basis(tmp_path, started(), *lines[::2], finished())
-    assert "chosen" not in rests
+    assert "chosen" not in rests and rests.endswith(f" {DIFFERENT_TIMES}")
     _, rests = basis(tmp_path, started(), *lines, finished())
     choice = "The step was chosen as the best of 2 validated steps"
     allows = f"{choice} by these same answers. The p value allows for that choice; the interval does not."
-    assert rests.endswith(allows)
+    assert rests.endswith(f"{allows} {DIFFERENT_TIMES}")
     most = {str(i): [float(i < 7)] for i in range(8)}
-    anew = [
-        validation(0, half, 0.5) | {"type": "final_validation"},
-        validation(2, most, 0.875) | {"type": "final_validation"},
-    ]
+    anew = [final(0, 2, half), final(2, 2, most)]
     head, rests = basis(tmp_path, started(), *lines, *anew, finished())
     # Three of eight examples rose: p = 2 / 2**3, where the answers that chose the step say 2 / 2**8.
     assert head == "No significant change: held-out reward went from 0.50 to 0.88"
     assert ", p = 0.25. This may be chance." in rests
-    assert rests.endswith(f"{choice}; it and the first step then answered every example again.")
+    again = f"{choice}; it and the first step then answered every example again, side by side."
+    assert rests.endswith(again)
     assert measure(tmp_path).as_dict()["selection"] == {"chosen_of": 2, "fresh_answers": True}
     title, note = plot_title(measure(tmp_path))
     assert title == "Held-out reward 0.50 \u2192 0.88" and note.endswith(", step 2 answered again")
+    _, rests = basis(tmp_path, started(), *lines[::2], *anew, finished())
+    assert rests.endswith("Both steps answered side by side.")
+    # At temperature 0 both answers are those of before, so step 1 counts as a rival: flips in which
+    # step 2 changes by 3, or step 1 by 0.5 x 8 = 4 of 8, which is more. p is above 2 / 2**3.
+    _, rests = basis(tmp_path, started(validation_greedy=True), *lines, *anew, finished())
+    assert rests.endswith(
+        f"{again} At temperature 0 these are the answers that chose the step. {allows[-58:]}"
+    )
+
+
+def final(
+    epoch: int, round: int, rewards: Mapping[str, Sequence[float | None]], **more: Any
+) -> dict:
+    """One side of the comparison at the end."""
+    known = [r for all_ in rewards.values() for r in all_ if r is not None]
+    fields = {"type": "final_validation", "at": epoch + 100.0, "round": round, "rewards": rewards}
+    return validation(epoch, {}, sum(known) / len(known)) | fields | more
+
+
+def test_a_pair_is_left_out_whole_if_one_side_did_not_answer(tmp_path: Path):
+    """Eight examples of two repetitions; the first step lost three answers to an outage."""
+    zero = {str(i): [0.0, 1.0] for i in range(8)}
+    # Each second answer is 1 under both; without pairs, examples 0 to 2 would seem to rise from 0.
+    before = zero | {str(i): [0.0, None] for i in range(3)}
+    unanswered = {str(i): [1] for i in range(3)}
+    lines = [started(), validation(0, zero, 0.5), validation(1, zero, 0.5)]
+    ends = [final(0, 1, before, unanswered=unanswered, failures=3), final(1, 1, zero)]
+    head, rests = basis(tmp_path, *lines, *ends, finished())
+    # Examples 0 to 2 keep their first answer, 0 on both sides; the others have a mean of 0.5:
+    # 5 x 0.5 / 8.
+    assert head == "No significant change: held-out reward went from 0.31 to 0.31"
+    assert "3 pairs of rollouts are left out, because one of the two failed before" in rests
+    numbers = measure(tmp_path).as_dict()
+    assert numbers["gain"]["mean"] == 0.0 and numbers["bound"] is None
+    assert numbers["missing"] == {"left_out_pairs": 3, "lost_pairs": 0}
+
+
+def test_a_verdict_must_survive_the_worst_case_for_what_was_lost(tmp_path: Path):
+    """A policy that breaks its environment on what it cannot answer must not seem better."""
+    zero, one = {str(i): [0.0] for i in range(12)}, {str(i): [1.0] for i in range(12)}
+    lines = [started(), validation(0, zero, 0.0), validation(1, one, 1.0), final(0, 1, zero)]
+
+    def result(lost: int) -> tuple[str, str]:
+        after = one | {str(i): [None] for i in range(lost)}
+        places = {str(i): [0] for i in range(lost)}
+        return basis(tmp_path, *lines, final(1, 1, after, lost=places, failures=lost), finished())
+
+    # Two lost: in the worst case both are 0, the lowest reward seen. 10 of 12 rise: p = 2 / 2**10,
+    # or 0.003 by the random flips of 12 examples.
+    head, rests = result(2)
+    assert head == "Held-out reward rose from 0.00 to 1.00"
+    assert "The gain is unlikely to be chance. 2 pairs of rollouts have no reward, because" in rests
+    assert "If the missing rewards, which could be 0.00 to 1.00, were those that" in rests
+    # Mean 10/12, standard deviation 0.389, t(11) = 2.201: 0.83 -/+ 0.25, cut at 1.
+    assert "it would be +0.83 (95% interval +0.59 to +1.00), p = 0.003." in rests
+    numbers = measure(tmp_path).as_dict()
+    assert (numbers["verdict"], numbers["bound"]["certain"]) == ("better", True)
+    assert numbers["missing"] == {"left_out_pairs": 0, "lost_pairs": 2}
+    # Six lost: six of twelve rise, p = 2 / 2**6 with and without the six that stay at 0.
+    head, rests = result(6)
+    assert "p = 0.031. The gain is unlikely" in rests
+    # Seven lost: five are left, p = 2 / 2**5.
+    head, rests = result(7)
+    assert head == "No significant change: held-out reward went from 0.00 to 1.00"
+    assert measure(tmp_path).verdict == "unclear"
+    fell = {str(i): [-1.0] for i in range(2)}
+    lost = final(
+        1, 1, one | {str(i): [None] for i in range(5)}, lost={str(i): [0] for i in range(5)}
+    )
+    before = final(0, 1, zero | fell)
+    # The lowest reward seen is -1: 7 of 12 rise by 1, 3 fall by 1, and 2 stay at -1.
+    head, rests = basis(tmp_path, *lines[:3], before, lost, finished())
+    assert head == "No significant change: held-out reward went from 0.00 to 1.00"
+    assert "It is unclear whether this is chance, because rewards are missing." in rests
+    assert "it would be +0.33 " in rests and ", which contradicts it." in rests
+    assert measure(tmp_path).verdict == "unclear" and measure(tmp_path).is_contradicted
+
+
+def test_what_the_first_step_lost_counts_against_a_gain_as_well(tmp_path: Path):
+    zero, one = {str(i): [0.0] for i in range(9)}, {str(i): [1.0] for i in range(9)}
+    before = zero | {str(i): [None] for i in range(2)}
+    ends = final(0, 1, before, lost={str(i): [0] for i in range(2)}), final(1, 1, one)
+    lines = [started(), validation(0, zero, 0.0), validation(1, one, 1.0)]
+    _, rests = basis(tmp_path, *lines, *ends, finished())
+    # Both would have been 1, the highest reward seen, and not changed: 7 of 9, p = 2 / 2**7.
+    assert "it would be +0.78 " in rests and "p = 0.016." in rests
+    # A loss is held against the opposite: the lost ones were 0 before and stay 0.
+    ends = final(0, 1, one | {"0": [None]}, lost={"0": [0]}), final(1, 1, zero)
+    lines = [started(), validation(0, one, 1.0), validation(1, zero, 0.0)]
+    head, rests = basis(tmp_path, *lines, *ends, finished())
+    assert head == "Held-out reward fell from 1.00 to 0.00" and "it would be \u22120.89 " in rests
+
+
+def test_no_example_with_a_reward_on_both_sides(tmp_path: Path):
+    first, last = validation(0, {"a": [0.5]}, 0.5), validation(1, {"b": [0.5]}, 0.5)
+    head, rests = basis(tmp_path, started(), first, last, finished())
+    assert head == "There is nothing to compare"
+    assert rests == "No held-out example has a reward under both of the compared steps."
 
 
 def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: Path):

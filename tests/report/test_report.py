@@ -129,7 +129,7 @@ def rounded(report: bytes) -> Any:
 # ---- what it says first ---------------------------------------------------------------------------
 
 FIRST = {
-    "good": ("Held-out reward rose from 0.24 to 0.84", "The gain is unlikely to be chance", "good"),
+    "good": ("Held-out reward rose from 0.30 to 0.83", "The gain is unlikely to be chance", "good"),
     "failed": ("The run failed after 6 of 20 epochs", "loss is not finite", "bad"),
     "unfinished": (
         "The run was interrupted after 9 of 20",
@@ -507,8 +507,8 @@ def test_long_texts_are_cut_and_say_so():
 def test_a_fence_in_an_answer_does_not_end_the_fence(tmp_path: Path):
     tell(Story(epochs=2, interval=2, examples=4, held_out=3), tmp_path)
     folder = tmp_path / "trajectories"
-    (folder / "validation_000.jsonl").write_text(record("a", 0.0, "```\ncode\n```"))
-    (folder / "validation_002.jsonl").write_text(record("a", 1.0, "fine"))
+    (folder / "final_000.jsonl").write_text(record("a", 0.0, "```\ncode\n```"))
+    (folder / "final_002.jsonl").write_text(record("a", 1.0, "fine"))
     report.write(tmp_path, brief=True)
     text = (tmp_path / "report.md").read_text()
     assert "````\n```\ncode\n```\n````" in text

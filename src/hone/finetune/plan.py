@@ -224,11 +224,10 @@ def _validation(document: Document, options: FinetuneRunConfig, held_out: int) -
         f"validation    {counted(held_out, 'example')} x {reps} after {', '.join(map(str, at))} "
         f"epochs: {held_out * reps * len(at)} rollouts"
     )
-    if not document.finetuning.validation.greedy:
-        yield (
-            f"              and {2 * held_out * reps} at the end, where the first step and the best "
-            "answer side by side"
-        )
+    yield (
+        f"              and {2 * held_out * reps} at the end, where the first step and the best answer "
+        "side by side"
+    )
 
 
 def _left(

@@ -9,7 +9,7 @@ reward, which requires the whole group. Until then it is in the unscored file, s
 does not sample it again.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -67,7 +67,7 @@ class Rollouts:
     ) -> None:
         """`known`: rollouts that are not run again, by example and generation."""
         self.items, self.epoch, self.events = items, epoch, events
-        self._evaluation, self._config, self._known = evaluation, config, known
+        self._evaluation, self._config, self.known = evaluation, config, known
         self._run_id, self._session, self._journal = run_id, session, journal
         self._where = {"split": split, "epoch": epoch, "round": round}
         self._numbers = {item.id: n for n, item in enumerate(evaluation.items)}
@@ -98,7 +98,7 @@ class Rollouts:
 
         `finish` completes the record; `options` are arguments of `Evaluation.run_item`.
         """
-        if (known := self._known.get((item.id, generation))) is not None:
+        if (known := self.known.get((item.id, generation))) is not None:
             return known
 
         async def run(rollout: str) -> RolloutRecord:
@@ -130,16 +130,19 @@ class Rollouts:
                 self._groups[item.id].leave(generation)
 
     def close(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """The records after all rollouts ended: now it is known which outputs no evaluator scores.
-
-        Removes the file of unscored rollouts, unless one of them would be run again: it is then
-        compared with those that have a reward, and only this file has them whole.
-        """
+        """The records after all rollouts ended: now it is known which outputs no evaluator scores."""
         closed = at_close(records)
+        self.remove_unscored(closed)
+        return closed
+
+    def remove_unscored(self, closed: Iterable[RolloutRecord]) -> None:
+        """Remove the file of unscored rollouts, unless one of them would be run again.
+
+        It is then compared with those that have a reward, and only this file has them whole.
+        """
         again = any(record.failure_kind == "infrastructure" for record in closed)
         if self._unscored is not None and not again:
             self._unscored.unlink(missing_ok=True)
-        return closed
 
     async def _run_item(
         self, item: EvalInputItem, generation: int, rollout: str, options: dict[str, Any]

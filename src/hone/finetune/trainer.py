@@ -137,7 +137,7 @@ class ARTTrainer(Trainer):
                 return statuses
         await self._validate(len(statuses))
         if self.validation is not None:
-            await self._validator.confirm()
+            await self._validator.compare()
         await self._adapter.close_run(self.journal.run_id)
         return statuses
 

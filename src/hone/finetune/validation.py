@@ -1,7 +1,8 @@
-"""Run the policy on held-out examples, at one point of the run.
+"""Run the policy on held-out examples, at one point of the run, and two policies at its end.
 
 In:   an Evaluation of the validation set, the epochs of training behind it, the journal
-Out:  the fields of a `validation` event: mean, bounds, rewards by example, failures, or an error
+Out:  the fields of a `validation` event: mean, bounds, rewards by example, failures, or an error;
+      at the end two `final_validation` events, of policies that answered side by side
 
 A rollout that failed because of the model lowers the mean: without it, a policy that breaks on half
 of the examples and solves the rest would score 1. A rollout that failed because of its environment
@@ -9,6 +10,7 @@ says nothing about the model and is left out; where too many did, the validation
 """
 
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from hone.config.schema import FinetuneConfig
+from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
@@ -25,10 +28,10 @@ from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
 from hone.finetune.resume import RunState
 from hone.finetune.rollouts import Rollouts
-from hone.report.comparison import to_confirm
+from hone.report.comparison import to_compare
 from hone.report.history import Validation
 from hone.report.text import counted, failed
-from hone.rollout_record import RolloutRecord
+from hone.rollout_record import RolloutRecord, Split, at_close
 from hone.tally import run_together
 
 log = logging.getLogger("hone")
@@ -51,63 +54,104 @@ class Validator:
         self._sent: dict[int | None, dict[str, float]] = {}
         """The metrics that this process sent to the backend, by validated step."""
 
-    async def validate(
-        self, epoch: int, step: int | None, *, final: bool = False
-    ) -> dict[str, Any]:
-        """Run every example `validation.reps` times, without the rollouts that the journal has.
-
-        `final`: `step` answers, which may be an earlier one, instead of the newest.
-        """
-        started, split = time.monotonic(), "final" if final else "val"
-        items, reps = self.evaluation.items, range(self.config.validation.reps)
-        known = self.journal.finished(split, epoch)
-        self.events.append(
-            "validation_started",
-            epoch=epoch,
-            rollouts=len(items) * len(reps),
-            resumed=len(known),
-            final=final,
+    async def validate(self, epoch: int, step: int | None) -> dict[str, Any]:
+        """Run every example `validation.reps` times, without the rollouts that the journal has."""
+        started, rollouts = time.monotonic(), self._rollouts("val", epoch)
+        self._announce(epoch, [rollouts])
+        records = await run_together(
+            rollouts.run(item, rep, self._finish, temperature=self._temperature)
+            for item, rep in self._places()
         )
-        rollouts = Rollouts(
+        records = rollouts.close(records)
+        outcome = self._outcome(records, f"validation after {counted(epoch, 'epoch')}")
+        return {
+            "epoch": epoch,
+            "step": step,
+            **outcome,
+            **missing(records),
+            "seconds": time.monotonic() - started,
+        }
+
+    async def compare(self) -> None:
+        """Let the run's first policy and the chosen one answer side by side, unless they have.
+
+        Each example is answered by both, one right after the other and in random order: an outage, or
+        a service that changes with time, then hits both policies alike.
+        """
+        pair = to_compare(self.state.history)
+        if pair is None or not self.adapter.serves_steps or any(v.step is None for v in pair):
+            return
+        started, round = time.monotonic(), pair[1].epoch
+        sides = [self._rollouts("final", v.epoch, round) for v in pair]
+        self._announce(round, sides, final=True)
+        ordered = [
+            (side, item, rep)
+            for item, rep in self._places()
+            for side in random.Random(f"{self.config.seed}:{item.id}:{rep}").sample((0, 1), 2)
+        ]
+        ended = await run_together(
+            sides[side].run(
+                item, rep, self._finish, temperature=self._temperature, step=pair[side].step
+            )
+            for side, item, rep in ordered
+        )
+        # Both sides are one round: an evaluator that scores only one of the policies is not broken.
+        by_place = {
+            (side, item.id, rep): record
+            for (side, item, rep), record in zip(ordered, at_close(ended), strict=True)
+        }
+        outcomes = []
+        for side, (validation, rollouts) in enumerate(zip(pair, sides, strict=True)):
+            records = [by_place[side, item.id, rep] for item, rep in self._places()]
+            rollouts.remove_unscored(records)
+            outcomes.append(self._final_outcome(records, validation))
+        seconds = time.monotonic() - started
+        for validation, outcome in zip(pair, outcomes, strict=True):
+            place = {"epoch": validation.epoch, "step": validation.step, "round": round}
+            self.record("final_validation", {**place, **outcome, "seconds": seconds})
+
+    def _final_outcome(self, records: Sequence[RolloutRecord], of: Validation) -> dict[str, Any]:
+        where = f"final validation of step {of.step}"
+        outcome = {**self._outcome(records, where), **missing(records)}
+        answered = {s for r in records for s in r.policy_steps}  # including those of helper models
+        if answered and of.step not in answered and not outcome["error"]:
+            error = f"{where}: step {max(answered)} answered instead"
+            outcome |= {"avg_reward": None, "error": error}
+        return outcome
+
+    def _places(self) -> list[tuple[EvalInputItem, int]]:
+        """Every example and repetition."""
+        reps = range(self.config.validation.reps)
+        return [(item, rep) for item in self.evaluation.items for rep in reps]
+
+    def _rollouts(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
+        return Rollouts(
             self.evaluation,
             self.config,
-            items,
-            reps,
-            known=known,
+            self.evaluation.items,
+            range(self.config.validation.reps),
+            known=self.journal.finished(split, epoch, round),
             run_id=self.journal.run_id,
             journal=self.journal,
             events=self.events,
             session=self.journal.session,
             split=split,
             epoch=epoch,
+            round=round,
         )
-        temperature = 0.0 if self.config.validation.greedy else None
-        options = {"temperature": temperature, "step": step if final else None}
-        records = await run_together(
-            rollouts.run(item, rep, self._finish, **options) for item in items for rep in reps
-        )
-        records = rollouts.close(records)
-        after = f"validation after {counted(epoch, 'epoch')}"
-        where = f"final validation of step {step}" if final else after
-        outcome = self._outcome(records, where)
-        answered = {
-            s for record in records for s in record.policy_steps
-        }  # including those of helper models
-        if final and answered and step not in answered and not outcome["error"]:
-            error = f"{where}: step {max(answered)} answered instead"
-            outcome |= {"avg_reward": None, "error": error}
-        return {"epoch": epoch, "step": step, **outcome, "seconds": time.monotonic() - started}
 
-    async def confirm(self) -> None:
-        """Run the first and the chosen policy again, if a step was chosen."""
-        greedy = self.config.validation.greedy  # would give the same answers again
-        for earlier in () if greedy else to_confirm(self.state.history):
-            if earlier.step is None or not self.adapter.serves_steps:
-                return
-            outcome = await self.validate(earlier.epoch, earlier.step, final=True)
-            self.record("final_validation", outcome)
-            if outcome["error"]:
-                return
+    def _announce(self, epoch: int, sides: Sequence[Rollouts], *, final: bool = False) -> None:
+        self.events.append(
+            "validation_started",
+            epoch=epoch,
+            rollouts=len(sides) * len(self._places()),
+            resumed=sum(len(side.known) for side in sides),
+            final=final,
+        )
+
+    @property
+    def _temperature(self) -> float | None:
+        return 0.0 if self.config.validation.greedy else None
 
     async def _finish(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
         return record.model_copy(update={"reward": reward_or_substitute(record, self.config)})
@@ -170,3 +214,19 @@ class Validator:
             if self._sent.get(step) != values:
                 self._sent[step] = values
                 await self.adapter.log_metrics(values, split="val", step=step)
+
+
+def missing(records: Sequence[RolloutRecord]) -> dict[str, dict[str, list[int]]]:
+    """Rollouts that the environment failed, before and after the policy answered: fields of the event.
+
+    Positions among the records of their example.
+    """
+    unanswered: dict[str, list[int]] = {}
+    lost: dict[str, list[int]] = {}
+    seen: Counter[str] = Counter()
+    for record in records:
+        if record.reward is None and record.failure_kind == "infrastructure":
+            kind = lost if record.answered else unanswered
+            kind.setdefault(record.example, []).append(seen[record.example])
+        seen[record.example] += 1
+    return {"unanswered": unanswered, "lost": lost}

@@ -8,7 +8,7 @@ counting each would make every interval too narrow and every p value too small. 
 whether a change is significant, and the interval says how large it may be. The test is a paired
 sign-flip test: if two policies are equally good, each example's change is as likely to be its
 negative. Its level holds for any number of examples and any rewards; tests/report simulates it.
-Where a step was chosen among several, `tried` names them all and the p value allows for the choice.
+Where a step was chosen among several, `others` has the rest and the p value allows for the choice.
 Random draws are seeded, so a report that is written again says the same.
 """
 
@@ -27,6 +27,8 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 MIN_PAIRS = 6
 """With fewer examples no change is significant: 5 changes of one sign have p = 2 / 2**5 = 0.0625."""
+ROUNDING = 1e-12
+"""Relative error of a sum of changes: sums that differ by less are equal."""
 BATCH = 500_000
 """Number of values that a test keeps in memory at a time."""
 
@@ -112,12 +114,15 @@ def changes(before: Rewards, after: Rewards) -> dict[str, float]:
     return {example: last[example] - first[example] for example in first if example in last}
 
 
-def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> Estimate | None:
+def gain(
+    before: Rewards, after: Rewards, *, others: Sequence[Mapping[str, float]] = ()
+) -> Estimate | None:
     """The mean change of the examples that both have, paired by example.
 
-    `tried`: the rewards of all policies among which `after` was chosen for its mean, itself
-    included. The p value is then that of the largest of their changes. The interval is that of
-    `after` alone and does not allow for the choice. Rewards between 0 and 1 change by at most 1.
+    `others`: changes by example of the other policies that could have been chosen instead of
+    `after`. The p value is then that of a change as large as this one among all of them. The
+    interval is that of `after` alone and does not allow for the choice. Rewards between 0 and 1
+    change by at most 1.
     """
     shares = _are_shares(r for side in (before, after) for all_ in side.values() for r in all_)
     deltas = list(changes(before, after).values())
@@ -126,22 +131,24 @@ def gain(before: Rewards, after: Rewards, *, tried: Sequence[Rewards] = ()) -> E
         return change
     import numpy as np
 
-    columns = list(by_example(before))
+    policies = [changes(before, after), *others]
+    columns = list(dict.fromkeys(example for known in policies for example in known))
     rows = []
-    for policy in tried if len(tried) > 1 else [after]:
-        known = changes(before, policy)
+    for known in policies:
         # An unknown change counts as 0, which no flip alters.
         row = np.array([known.get(example, 0.0) for example in columns])
         rows.append(row / max(len(known), 1))
-    return replace(change, p=float(sign_flip_p(np.array(rows))))
+    return replace(change, p=float(sign_flip_p(np.array(rows), chosen=0)))
 
 
-def sign_flip_p(changes: "ndarray") -> "ndarray":
-    """p values of the largest mean change among K policies, over n examples.
+def sign_flip_p(changes: "ndarray", *, chosen: int | None = None) -> "ndarray":
+    """p values of the mean change of one among K policies, over n examples.
 
     `changes` is [..., K, n]; leading dimensions are separate tests. With K = 1 it is the paired
-    two-sided sign-flip test. With more, an example's changes are flipped together, as the policies
-    share the answers of `before`, and the one-sided p value is doubled.
+    two-sided sign-flip test. With more it is the maxT method: how often the largest change of all K
+    reaches that of the `chosen` policy, by default that of the largest. An example's changes are
+    flipped together, as the policies share the answers of `before`, and the one-sided p value is
+    doubled.
     """
     import numpy as np
     from scipy import stats
@@ -164,8 +171,14 @@ def sign_flip_p(changes: "ndarray") -> "ndarray":
         axis=-1,
         rng=np.random.default_rng(0),
     )
-    p = np.asarray(result.pvalue)
-    return p if policies == 1 else np.minimum(2 * p, 1.0)
+    if policies == 1:
+        return np.asarray(result.pvalue)
+    means, null = changes.sum(-1), result.null_distribution
+    observed = means.max(-1) if chosen is None else means[..., chosen]
+    reached = (null >= observed - ROUNDING * np.abs(observed)).sum(0)
+    # Of random flips the one that was observed counts as well; all flips include it.
+    extra = 0 if 2**n <= RESAMPLES else 1
+    return np.minimum(2 * (reached + extra) / (len(null) + extra), 1.0)
 
 
 def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:

@@ -4,13 +4,20 @@ In:   an Outcome
 Out:  a headline, a few sentences, and a tone; the title of the reward plot
 
 A run that failed, was interrupted or learned nothing says that before anything else. The sentences
-name whatever makes two numbers less comparable than they look: the steps that are compared, examples
-that only one of them scored, rewards of training examples.
+name whatever makes two numbers less comparable than they look: the steps that are compared and when
+they answered, rollouts that are left out or lost, rewards of training examples.
 """
+
+from collections.abc import Iterator
 
 from hone.report.estimate import MIN_PAIRS, Estimate
 from hone.report.outcome import Outcome
 from hone.report.text import counted, have, interval, number, p_value
+
+DIFFERENT_TIMES = (
+    "The two steps answered at different times, so a passing fault of the environment can look like a "
+    "change."
+)
 
 
 def headline(outcome: Outcome) -> tuple[str, str, str]:
@@ -41,6 +48,9 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
         missing = "There are no held-out examples"
         hint = ["Name held-out examples with --validation_dataset."]
     if first is None or last is None or gain is None:
+        if outcome.held_out:
+            missing = "No held-out example has a reward under both of the compared steps"
+            return "There is nothing to compare", f"{missing}.", "unsure"
         reason = f"{missing}, and fewer than two epochs have training rewards."
         return "There is nothing to compare", " ".join([reason, *hint]), "unsure"
     what = "held-out reward" if outcome.held_out else "training reward"
@@ -53,8 +63,8 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
     p = f", {p_value(gain)}" if gain.p is not None else ""
     size = interval(gain, paired=bool(outcome.deltas))
     change = f"The change{steps} is {size}{_paired(outcome, gain)}{p}."
-    basis = [change, _certainty(outcome, gain), _choice(outcome), _failures(outcome)]
-    basis.append(_shared_with_training(outcome))
+    basis = [change, _certainty(outcome, gain), *_missing(outcome), _choice(outcome)]
+    basis += [_failures(outcome), _shared_with_training(outcome)]
     if not outcome.held_out:
         epochs = f"epoch {first.epoch + 1} and epoch {last.epoch + 1}"
         training = (
@@ -89,6 +99,8 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
         )
     if not gain.certain:
         return "This may be chance. More held-out examples would settle it."
+    if outcome.is_contradicted:
+        return "It is unclear whether this is chance, because rewards are missing."
     text = f"The {'gain' if gain.mean > 0 else 'loss'} is unlikely to be chance."
     if gain.low is not None and not gain.excludes_zero:
         text += " Its size is uncertain: a few examples changed by far more than the rest."
@@ -98,15 +110,41 @@ def _certainty(outcome: Outcome, gain: Estimate) -> str:
 
 
 def _choice(outcome: Outcome) -> str:
-    """How the step was chosen, and what that means for the numbers; empty if none was."""
+    """How the step was chosen, when the two answered, and what that means for the numbers."""
     compared = outcome.compared
-    if compared is None or compared.chosen_of < 2:
+    if compared is None:
         return ""
+    if compared.chosen_of < 2:
+        return "Both steps answered side by side." if compared.fresh else DIFFERENT_TIMES
     chosen = f"The step was chosen as the best of {compared.chosen_of} validated steps"
-    if compared.fresh:
-        return f"{chosen}; it and the first step then answered every example again."
     allowance = "The p value allows for that choice; the interval does not."
-    return f"{chosen} by these same answers. {allowance}"
+    if not compared.fresh:
+        return f"{chosen} by these same answers. {allowance} {DIFFERENT_TIMES}"
+    again = f"{chosen}; it and the first step then answered every example again, side by side."
+    if compared.others:
+        return f"{again} At temperature 0 these are the answers that chose the step. {allowance}"
+    return again
+
+
+def _missing(outcome: Outcome) -> Iterator[str]:
+    """What is left out of the change, and the change in the worst case for what was lost."""
+    compared, bound = outcome.compared, outcome.bound
+    if compared is None:
+        return
+    if n := compared.num_left_out:
+        yield (
+            f"{counted(n, 'pair')} of rollouts {'is' if n == 1 else 'are'} left out, because one of the "
+            "two failed before the model answered."
+        )
+    if bound is not None:
+        n, seen = len(compared.lost), f"{number(compared.lowest)} to {number(compared.highest)}"
+        contradicts = "" if not outcome.is_contradicted else ", which contradicts it"
+        yield (
+            f"{counted(n, 'pair')} of rollouts {'has' if n == 1 else 'have'} no reward, because the "
+            "environment failed after the model had answered. If the missing rewards, which could be "
+            f"{seen}, were those that speak most against the change, it would be {interval(bound)}, "
+            f"{p_value(bound)}{contradicts}."
+        )
 
 
 def _failures(outcome: Outcome) -> str:

@@ -144,6 +144,11 @@ class Validation:
     rewards: dict[str, list[float]]
     """Rewards that count, by example."""
     error: str | None
+    attempts: dict[tuple[str, int], float | None]
+    """Reward of each rollout that the policy answered, by example and repetition; None if the
+    environment failed it afterwards."""
+    unanswered: frozenset[tuple[str, int]]
+    """Rollouts that failed before the policy answered, by example and repetition."""
 
     @classmethod
     def of(cls, result: ValidationResult, failure_reward: float) -> Self:
@@ -155,6 +160,7 @@ class Validation:
             for example, n in failed.items():
                 rewards.setdefault(example, []).extend([reward] * n)
         counted = [r for all_ in rewards.values() for r in all_]
+        attempts = _attempts(result, reward if dropped else None)
         mean, low, high = result.avg_reward, result.min_reward, result.max_reward
         if failed and counted and not result.error:
             mean, low, high = fmean(counted), min(counted), max(counted)
@@ -171,6 +177,13 @@ class Validation:
             failure_reward=reward if failed else None,
             rewards={example: values for example, values in rewards.items() if values},
             error=result.error,
+            attempts=attempts,
+            unanswered=frozenset(
+                (example, repetition)
+                for example, all_ in result.rewards.items()
+                for repetition in range(len(all_))
+                if (example, repetition) not in attempts
+            ),
         )
 
     @property
@@ -185,6 +198,23 @@ class Validation:
         return self.policy_failures / counted if counted else None
 
 
+def _attempts(
+    result: ValidationResult, failure_reward: float | None
+) -> dict[tuple[str, int], float | None]:
+    """`failure_reward`: reward of a policy failure whose reward is null in the event."""
+    attempts: dict[tuple[str, int], float | None] = {}
+    for example, rewards in result.rewards.items():
+        lost, unanswered = (by.get(example, ()) for by in (result.lost, result.unanswered))
+        failed = (result.policy_failures or {}).get(example, 0)
+        for repetition, reward in enumerate(rewards):
+            if reward is not None or repetition in lost:
+                attempts[example, repetition] = reward
+            elif failed and failure_reward is not None and repetition not in unanswered:
+                failed -= 1
+                attempts[example, repetition] = failure_reward
+    return attempts
+
+
 PHASE_AFTER = {
     "run_started": "start_s",
     "epoch_started": "rollout_s",
@@ -194,6 +224,10 @@ PHASE_AFTER = {
     **dict.fromkeys(("validation", "final_validation"), "other_s"),
 }
 """Phase that begins with an event. Start is from the command to the first rollout."""
+
+
+_Key = tuple[int | None, int, int | None]
+"""Of a validation: round of the final comparison, or None during the run; epoch; step."""
 
 
 class History:
@@ -233,9 +267,8 @@ class History:
         self._failed: dict[tuple[str, int, int, str, int], str] = {}
         """Failures of rollouts, by split, epoch, round, example and generation."""
         self._rounds: dict[int, dict[int, Round]] = {}
-        self._results: dict[tuple[bool, int, int | None], ValidationResult] = {}
-        self._validations: dict[tuple[bool, int, int | None], Validation] = {}
-        """By whether it is final, epoch and step."""
+        self._results: dict[_Key, ValidationResult] = {}
+        self._validations: dict[_Key, Validation] = {}
         self._phase, self._last_at = "other_s", 0.0
 
     @classmethod
@@ -267,7 +300,8 @@ class History:
             case JobDone() | JobFailed():
                 self._round(event).job = event
             case ValidationResult():
-                key = isinstance(event, FinalValidationDone), event.epoch, event.step
+                round = event.round if isinstance(event, FinalValidationDone) else None
+                key = round, event.epoch, event.step
                 self._results[key] = event
                 self._lower_failure_reward(r for all_ in event.rewards.values() for r in all_)
                 self._validations[key] = Validation.of(event, self.failure_reward)
@@ -327,7 +361,7 @@ class History:
     def validations(self) -> list[Validation]:
         """Validations in the order of the policies, without the comparison at the end."""
         known = tuple(self._validations.items())  # a copy: the display reads in its own thread
-        during_the_run = (v for (final, *_), v in known if not final)
+        during_the_run = (v for (round, *_), v in known if round is None)
         return sorted(during_the_run, key=lambda v: (v.epoch, v.step or 0))
 
     @property
@@ -337,12 +371,26 @@ class History:
 
     @property
     def best(self) -> Validation | None:
-        """The validation with the highest mean; of equal ones the first, which moved least."""
-        return max(self.scored, key=lambda v: v.mean or 0.0, default=None)
+        """The validation with the highest mean; of equal ones the first, which moved least.
 
-    def final(self, of: Validation) -> Validation | None:
-        """The validation of the same policy at the end of the run; None if there is none."""
-        return self._validations.get((True, of.epoch, of.step))
+        Of a step that was validated several times, the last validation counts, as on the server.
+        """
+        by_step = {(v.epoch if v.step is None else v.step): v for v in self.scored}
+        return max(by_step.values(), key=lambda v: v.mean or 0.0, default=None)
+
+    @property
+    def finals(self) -> list[tuple[Validation, Validation]]:
+        """Pairs of policies that answered side by side, the earlier policy first; the last is newest.
+
+        Only those in which both have a mean reward.
+        """
+        rounds: dict[int, list[Validation]] = {}
+        for (round, *_), validation in tuple(self._validations.items()):
+            if round is not None and validation.mean is not None:
+                rounds.setdefault(round, []).append(validation)
+        pairs = [sorted(pair, key=lambda v: v.epoch) for pair in rounds.values()]
+        whole = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+        return sorted(whole, key=lambda pair: max(v.at for v in pair))
 
     # ---- the run --------------------------------------------------------------------------
 

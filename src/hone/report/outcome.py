@@ -3,9 +3,10 @@
 In:   the History of a run
 Out:  an Outcome, whose numbers are report.json
 
-Before is the first validation with a reward, after is the best step, or the last step where none was
-chosen (comparison.py). The gain is paired by example and significant when its p value is at most
-0.05 (estimate.py says which test). Without two validations the training rewards of the first and
+Before is the run's first step, after is the best one, or the last where none is better than the first
+(comparison.py). The gain is paired by example and significant when its p value is at most 0.05
+(estimate.py says which test). It is unclear if the rewards that are missing could have made it
+insignificant. Without two validations the training rewards of the first and
 the last epoch are compared, and the report says so first, because a model can memorize its training
 examples. They are paired if at least `MIN_PAIRS` examples were in both epochs.
 """
@@ -51,8 +52,10 @@ class PolicyReward(Estimate):
         return cls(**asdict(value), **policy)
 
     @classmethod
-    def validated(cls, v: Validation) -> Self:
-        return cls.of(v.rewards, epoch=v.epoch, step=v.step, failure_rate=v.failure_rate)
+    def validated(cls, v: Validation, rewards: Rewards | None = None) -> Self:
+        """`rewards`: those of its rewards that are compared; all by default."""
+        counted = v.rewards if rewards is None else rewards
+        return cls.of(counted, epoch=v.epoch, step=v.step, failure_rate=v.failure_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Outcome:
     baseline: PolicyReward | None = None
     tuned: PolicyReward | None = None
     gain: Estimate | None = None
+    bound: Estimate | None = None
+    """The change in the worst case for the rewards that the environment lost; None if it lost none."""
     deltas: tuple[float, ...] = ()
     """Change of each example; empty if the examples are not paired."""
     shared: int = 0
@@ -74,26 +79,41 @@ class Outcome:
     def of(cls, history: History) -> Self:
         compared = comparison(history)
         if compared is not None:
-            before, after = compared.before, compared.after
-            policies = PolicyReward.validated(before), PolicyReward.validated(after)
-            rewards: tuple[Rewards, Rewards] = before.rewards, after.rewards
-            change = gain(*rewards, tried=[v.rewards for v in compared.tried])
-        else:
-            epochs = [epoch for epoch in history.epochs if history.rewards(epoch)]
-            if len(epochs) < 2:
-                return cls(history)
-            first, last = epochs[0], epochs[-1]
-            rewards = history.rewards(first), history.rewards(last)
-            policies = (
-                PolicyReward.of(rewards[0], epoch=first),
-                PolicyReward.of(rewards[1], epoch=last),
-            )
-            shared = len(changes(*rewards))
-            if shared < MIN_PAIRS:
-                return cls(history, None, *policies, unpaired_gain(*rewards), shared=shared)
-            change = gain(*rewards)
-        deltas = tuple(changes(*rewards).values())
-        return cls(history, compared, *policies, change, deltas, len(deltas))
+            return cls._held_out(history, compared)
+        epochs = [epoch for epoch in history.epochs if history.rewards(epoch)]
+        if len(epochs) < 2:
+            return cls(history)
+        first, last = (history.rewards(epoch) for epoch in (epochs[0], epochs[-1]))
+        policies = (
+            PolicyReward.of(first, epoch=epochs[0]),
+            PolicyReward.of(last, epoch=epochs[-1]),
+        )
+        deltas = tuple(changes(first, last).values())
+        if (shared := len(deltas)) < MIN_PAIRS:
+            return cls(history, None, *policies, unpaired_gain(first, last), shared=shared)
+        return cls(history, None, *policies, gain(first, last), deltas=deltas, shared=shared)
+
+    @classmethod
+    def _held_out(cls, history: History, compared: Comparison) -> Self:
+        before, after = compared.rewards
+        if not before:
+            first, last = map(PolicyReward.validated, (compared.before, compared.after))
+            return cls(history, compared, first, last)
+        change, bound = gain(before, after, others=compared.others), None
+        if compared.lost and change is not None:
+            worst = compared.worst_case(rises=change.mean >= 0)
+            bound = gain(*worst, others=compared.others)
+        deltas = tuple(changes(before, after).values())
+        return cls(
+            history,
+            compared,
+            PolicyReward.validated(compared.before, before),
+            PolicyReward.validated(compared.after, after),
+            change,
+            bound,
+            deltas,
+            len(deltas),
+        )
 
     @property
     def held_out(self) -> bool:
@@ -104,9 +124,16 @@ class Outcome:
     def verdict(self) -> Verdict:
         if self.gain is None:
             return "unknown"
-        if not self.gain.certain or self.idle:
+        if not self.gain.certain or self.idle or self.is_contradicted:
             return "unclear"
         return "better" if self.gain.mean > 0 else "worse"
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the change is significant, but in the worst case it is not, or has another sign."""
+        if self.gain is None or self.bound is None or not self.gain.certain:
+            return False
+        return not self.bound.certain or (self.bound.mean > 0) != (self.gain.mean > 0)
 
     @property
     def best(self) -> PolicyReward | None:
@@ -201,10 +228,13 @@ class Outcome:
         return {
             **{name: policy and asdict(policy) for name, policy in policies.items()},
             "gain": gain and {**asdict(gain), "certain": gain.certain, **self.counts},
+            "bound": self.bound and {**asdict(self.bound), "certain": self.bound.certain},
             "verdict": self.verdict,
             "measured_on": "validation" if self.held_out else "training",
             "selection": compared
             and {"chosen_of": compared.chosen_of, "fresh_answers": compared.fresh},
+            "missing": compared
+            and {"left_out_pairs": compared.num_left_out, "lost_pairs": len(compared.lost)},
             "failure_reward": failure_rewards[-1] if failure_rewards else None,
             "evaluator": run.evaluators[0],
             "validation_evaluator": run.evaluators[1],

@@ -102,10 +102,12 @@ class Feed:
                     yield from self._adapter(event.step, newest=event.step)
             case ValidationResult() if event.error is None:
                 split = "final" if isinstance(event, FinalValidationDone) else "val"
-                key, step = (event.type, event.epoch, event.step), _step(event.step, event.epoch)
+                round = event.round if isinstance(event, FinalValidationDone) else 0
+                key = event.type, event.epoch, event.step, round
+                step = _step(event.step, event.epoch)
                 measured = Validation.of(event, self.history.failure_reward)
                 yield key, self._point(_validated(measured, split), step, event)
-                yield from self._table(split, event.epoch, 0, step, key)
+                yield from self._table(split, event.epoch, round, step, key)
             case EpochDone():
                 times = {f"time/{name}": seconds for name, seconds in event.phases.items()}
                 step = _step(self._newest_step(), event.epoch)
