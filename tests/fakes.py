@@ -354,6 +354,8 @@ class MemoryAdapter(TrainerAdapter):
         self.step = 0
         self.logged: list[tuple[str, int | None, dict[str, float]]] = []
         self.keep_last: list[int] = []
+        self.pruned: list[set[int]] = []
+        """The steps that each pruning had to spare."""
         self.opened: list[tuple[str, int]] = []
         self.anew: list[str | None] = []
         self.hangs = False
@@ -419,6 +421,7 @@ class MemoryAdapter(TrainerAdapter):
 
     async def prune(self, keep_last: int) -> None:
         self.keep_last.append(keep_last)
+        self.pruned.append({*self.needed_steps})
 
     async def start_anew(self, old_run_id: str | None) -> None:
         self.anew.append(old_run_id)

@@ -255,7 +255,7 @@ class ModelInfo(Strict):
     step: int
     """The newest published step; 0 is the base model."""
     best_step: int | None
-    """The step with the best logged `val/reward`, if one was logged."""
+    """The step with the best `val/reward` of the newest run, if one was logged."""
     rank: int
     alpha: float
     seed: int

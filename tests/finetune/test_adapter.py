@@ -292,6 +292,37 @@ async def test_old_checkpoints_are_deleted_before_each_job(server: LocalBackend,
         assert steps == [1, 3]
 
 
+async def test_the_first_step_of_a_run_survives_until_its_verdict(
+    server: LocalBackend, tiny_model: Path
+):
+    """A second run begins at step 1 and trains two steps, of which the first is the best."""
+    async with ready(server, tiny_model, delete_old_checkpoints=True) as adapter:
+
+        async def train(run_id: str) -> None:
+            ref = await adapter.submit(await collected(adapter, run_id))
+            assert (await adapter.wait_until_complete(ref)).status is COMPLETED
+
+        async def retained() -> list[int]:
+            return [c.step for c in await adapter.backend.checkpoints(adapter.model)]
+
+        first, second = new_run(), new_run()
+        await train(f"{first}-1")
+        await adapter.open_run(first, 0)
+        await adapter.log_metrics({"reward": 0.9}, split="val", step=1)
+        for step, reward in ((1, 0.3), (2, 0.6), (3, 0.5)):
+            await adapter.open_run(second, 0)
+            await adapter.log_metrics({"reward": reward}, split="val", step=step)
+            adapter.needed_steps = {1}
+            if step < 3:
+                await train(f"{second}-{step}")
+        assert (await adapter.backend.model_info(adapter.model)).best_step == 2
+        await adapter.prune(1)
+        assert await retained() == [1, 2, 3]
+        adapter.needed_steps = set()
+        await adapter.prune(1)
+        assert await retained() == [2, 3]
+
+
 async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_model: Path):
     adapter = adapter_for(server, tiny_model)
     with pytest.raises(ValueError, match="No valid trajectory groups to submit") as caught:

@@ -302,6 +302,17 @@ async def test_old_checkpoints_are_pruned_while_the_job_runs(bench: Bench):
     bench.keys = {"keep_checkpoints": 2}
     await bench.run(2)
     assert bench.adapter.keep_last == [2, 2]
+    assert bench.adapter.pruned == [set(), set()]  # there is no verdict on held-out examples
+
+
+async def test_pruning_spares_the_first_step_of_the_run_and_its_best(bench: Bench):
+    """The run begins at step 5; step 6 is the best. Both may be compared at the end."""
+    rewards = {5: "0.1", 6: "0.9", 7: "0.4", 8: "0.3"}
+    bench.adapter.step, bench.interval = 5, 1
+    bench.validation = evaluation("xy", lambda input: rewards[bench.adapter.step])
+    bench.keys = {"keep_checkpoints": 1}
+    await bench.run(3)
+    assert bench.adapter.pruned == [{5}, {5, 6}, {5, 6}]
 
 
 async def test_an_adapter_that_never_answers_is_given_up(

@@ -188,6 +188,13 @@ async def test_logged_metrics_choose_the_best_step(api: Api):
     await api.ask("POST", f"{AGENT}/metrics", json=body)
     (record,) = api.state.models.list()
     assert api.state.checkpoints.history(record.key)[-1]["replaces"] is True
+    # The newest run decides, although the value without a run is higher.
+    await api.ask(
+        "POST", f"{AGENT}/metrics", json=body | {"run": "r1", "metrics": {"reward": -1.0}}
+    )
+    line = api.state.checkpoints.history(record.key)[-1]
+    assert (line["run"], line["val/reward"]) == ("r1", -1.0)
+    assert (await api.ask("GET", AGENT))["best_step"] == 0
 
 
 # ---- jobs -------------------------------------------------------------------------------------

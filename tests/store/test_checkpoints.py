@@ -290,6 +290,27 @@ def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints,
     assert checkpoints.best(KEY) == 3
 
 
+def test_best_is_chosen_within_the_newest_run(checkpoints: Checkpoints, four):
+    """The first run liked step 1; the second began at step 1 and measures by another dataset."""
+    for step, reward in ((0, 0.2), (1, 0.9)):
+        checkpoints.log(KEY, step, {"reward": reward}, "val", run="first", replace=True)
+    assert checkpoints.best(KEY) == 1
+    for step, reward in ((1, 0.3), (2, 0.4), (3, 0.4)):
+        checkpoints.log(KEY, step, {"reward": reward}, "val", run="second", replace=True)
+    assert checkpoints.best(KEY) == 2  # of equal ones the first
+    assert checkpoints.keep(KEY, last=1, best="val/reward", steps=[1]) == [0]
+    # A lower failure reward changes a validation later; other metrics change nothing.
+    checkpoints.log(KEY, 2, {"reward": -0.4}, "val", run="second", replace=True)
+    checkpoints.log(KEY, 1, {"reward": 5.0}, "train", run="third")
+    assert checkpoints.best(KEY) == 3
+    # The first run goes on: its own values count, also those of before.
+    checkpoints.log(KEY, 2, {"reward": 0.5}, "val", run="first", replace=True)
+    assert checkpoints.best(KEY) == 1
+    # A program that logs without a run is not measured by the runs of before.
+    checkpoints.log(KEY, 3, {"reward": 0.1}, "val")
+    assert checkpoints.best(KEY) == 3
+
+
 def test_a_value_may_replace_what_was_logged_before(checkpoints: Checkpoints, four):
     for step, reward in ((1, 0.6), (2, 0.5)):
         checkpoints.log(KEY, step, {"reward": reward}, "val")

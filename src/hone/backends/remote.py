@@ -201,9 +201,16 @@ class RemoteBackend(Server):
         return [_read(CheckpointInfo, item) for item in items]
 
     async def delete_checkpoints(
-        self, model: Named, best_checkpoint_metric: str = "val/reward", *, keep_last: int = 1
+        self,
+        model: Named,
+        best_checkpoint_metric: str = "val/reward",
+        *,
+        keep_last: int = 1,
+        keep: Iterable[int] = (),
     ) -> list[int]:
+        """`keep_last`: number of newest steps to keep; `keep`: other steps to keep."""
         query = f"keep_last={keep_last}&keep_best={quote(best_checkpoint_metric, safe='')}"
+        query += "".join(f"&keep={step}" for step in sorted(keep))
         return await self.ask("DELETE", f"{_path(model)}/checkpoints?{query}")
 
     async def log(
@@ -214,11 +221,12 @@ class RemoteBackend(Server):
         split: str,
         step: int | None,
         replace: bool = False,
+        run: str | None = None,
     ) -> None:
-        """`replace`: replaces what was logged for this step before."""
-        sent = {"split": split, "step": step, "metrics": dict(metrics)}
-        # Left out if false: an older server refuses keys that it does not know.
-        body = json.dumps(sent | ({"replace": True} if replace else {}))
+        """`replace`: replaces what was logged for this step before. `run`: the run that measured it."""
+        sent: dict[str, Any] = {"split": split, "step": step, "metrics": dict(metrics)}
+        sent |= {"replace": True} if replace else {}
+        body = json.dumps(sent | ({} if run is None else {"run": run}))
         await self.ask("POST", f"{_path(model)}/metrics", body)
 
     # ---- beyond Backend ---------------------------------------------------------------------

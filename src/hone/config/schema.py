@@ -199,7 +199,7 @@ class FinetuneConfig(Strict):
     resume: Literal["auto", "never"] = "auto"
     """Whether the same command resumes an interrupted run."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
-    """Number of newest checkpoints to keep, besides the best one; all if not set."""
+    """Number of newest checkpoints to keep, besides the best one and the run's first; all if not set."""
     early_stopping: EarlyStoppingConfig | None = None
     groups_per_step: int | None = Field(default=None, ge=1)
     """Examples per round: an epoch is collected and trained in rounds of this size; one round if

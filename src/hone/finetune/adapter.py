@@ -93,6 +93,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.summaries = self.backend.call_summaries
         self.training_jobs: dict[str, str] = {}
         """The newest job of each run, by run id."""
+        self._run_id: str | None = None
+        """The run that was opened last."""
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -213,6 +215,7 @@ class ARTTrainerAdapter(TrainerAdapter):
     async def open_run(self, run_id: str, seed: int) -> None:
         names = {"model": self.model_name, "aliases": self._aliases}
         await self.backend.open_run(RunSpec(id=run_id, seed=seed, **names))
+        self._run_id = run_id
 
     async def close_run(self, run_id: str) -> None:
         await self.backend.close_run(run_id)
@@ -224,10 +227,14 @@ class ARTTrainerAdapter(TrainerAdapter):
         self, metrics: Mapping[str, float], *, split: str, step: int | None
     ) -> None:
         # A validation may be recomputed; without `replace` the server would average both values.
-        await self.backend.log(self.model, metrics, split=split, step=step, replace=split == "val")
+        await self.backend.log(
+            self.model, metrics, split=split, step=step, replace=split == "val", run=self._run_id
+        )
 
     async def prune(self, keep_last: int) -> None:
-        await self.backend.delete_checkpoints(self.model, keep_last=keep_last)
+        await self.backend.delete_checkpoints(
+            self.model, keep_last=keep_last, keep=self.needed_steps
+        )
 
     async def start_anew(self, old_run_id: str | None) -> None:
         """Rename the model that was trained under this name; its steps are kept."""
@@ -263,7 +270,7 @@ class ARTTrainerAdapter(TrainerAdapter):
                 f"No valid trajectory groups to submit for run {run_id} ({why or 'there were none'})"
             )
         if self.adapter_config.backend.delete_old_checkpoints:
-            gone = await self.backend.delete_checkpoints(self.model)
+            gone = await self.backend.delete_checkpoints(self.model, keep=self.needed_steps)
             logger.info("Deleted old checkpoints: %s", ", ".join(map(str, gone)) or "none")
         epoch, rounds = int(place.get("epoch", 0)), int(place.get("rounds", 1))
         job_index = epoch * rounds + int(place.get("round", 0))

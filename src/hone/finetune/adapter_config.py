@@ -44,7 +44,7 @@ class ARTBackendConfig(Strict):
     api_key: str = "default"
     """API key of the server; `default` is enough on the same machine."""
     delete_old_checkpoints: bool = False
-    """Before each job, delete all steps except the newest and the best."""
+    """Before each job, delete all steps except the newest, the best and the run's first."""
     init_args: dict[str, JsonValue] | None = None
     """How the base model is loaded, for example `max_seq_length`."""
     engine_args: dict[str, JsonValue] | None = None

@@ -182,6 +182,8 @@ class TrainerAdapter(ABC):
         """Whether `submit` reads the text of trajectories whose calls were recorded."""
         self.dropped: Counter[str] = Counter()
         """Counts of what the last `submit` left out, by reason."""
+        self.needed_steps: set[int] = set()
+        """Steps that are not pruned, because the run's verdict may compare them; set by the trainer."""
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         self.run_config = run_config
@@ -236,7 +238,7 @@ class TrainerAdapter(ABC):
         """Write metrics of a step to the model's history, as SPLIT/METRIC."""
 
     async def prune(self, keep_last: int) -> None:
-        """Delete all checkpoints except the newest `keep_last` and the best."""
+        """Delete all checkpoints except the newest `keep_last`, the best and `needed_steps`."""
 
     async def start_anew(self, old_run_id: str | None) -> None:
         """Move earlier steps of the model aside, so that the run starts at step 0 (`--fresh`).

@@ -191,6 +191,7 @@ class ARTTrainer(Trainer):
                 message = "The curriculum selected none of the %d groups of round %d of epoch %d"
                 log.info(message, collected["num_groups"], round + 1, epoch + 1)
             return None
+        self._adapter.needed_steps = self._steps_to_compare()
         job = await self._submit(submission, epoch, round)
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
         place = {"round": round, "rounds": len(self._rounds(epoch))}
@@ -397,6 +398,12 @@ class ARTTrainer(Trainer):
         return Validator(
             self.validation, self._config, self.journal, self.events, self.state, self._adapter
         )
+
+    def _steps_to_compare(self) -> set[int]:
+        """Steps that the verdict at the end of the run may compare: its first, and the best so far."""
+        history = self.state.history
+        validations = (*history.scored[:1], history.best)
+        return {v.step for v in validations if v is not None and v.step is not None}
 
     @property
     def _reward_history(self) -> list[dict[str, Any]]:

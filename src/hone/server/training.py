@@ -62,6 +62,8 @@ class MetricsRequest(Strict):
     """`val/reward` decides which step is the best."""
     replace: bool = False
     """Replace what was logged for this step under the same names, instead of averaging."""
+    run: Name | None = None
+    """The run that measured them. The best step is chosen by the values of the newest run."""
 
 
 class RenameRequest(Strict):
@@ -127,7 +129,9 @@ def _model_routes(state: State, router: APIRouter) -> None:
         """Log a client's metrics of a step; `val/reward` decides which step is the best."""
         record = state.models.get(ModelKey(project, name))
         step = state.serving.newest(record)[0] if body.step is None else body.step
-        state.checkpoints.log(record.key, step, body.metrics, body.split, replace=body.replace)
+        state.checkpoints.log(
+            record.key, step, body.metrics, body.split, replace=body.replace, run=body.run
+        )
         return {"step": step}
 
 

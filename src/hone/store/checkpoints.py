@@ -247,15 +247,19 @@ class Checkpoints:
         split: str,
         *,
         replace: bool = False,
+        run: str | None = None,
     ) -> None:
         """Append a line of metrics to history.jsonl, each named SPLIT/METRIC.
 
-        `replace`: earlier values of these metrics at this step no longer count.
+        `replace`: earlier values of these metrics at this step no longer count. `run`: the run that
+        measured them.
         """
         named = {f"{split}/{name}": value for name, value in metrics.items()}
         line = {**named, "step": step, "recorded_at": datetime.now(UTC).isoformat()}
         if replace:
             line["replaces"] = True
+        if run is not None:
+            line["run"] = run
         append_lines(self.model_dir(key) / HISTORY, json.dumps(line).encode() + b"\n")
 
     def history(self, key: ModelKey) -> Lines:
@@ -272,14 +276,23 @@ class Checkpoints:
     def best(self, key: ModelKey, metric: str = "val/reward", smoothing: float = 1.0) -> int | None:
         """The retained step with the highest mean of a metric, smoothed over steps; None if none.
 
-        1 means no smoothing; smaller values weight earlier steps, as polars' ewm_mean does.
+        Only the values of the run that logged the metric last count, as in that run's report: another
+        run may have measured other examples. Values without a run count together, as one run. Of equal
+        steps it is the first. 1 means no smoothing; smaller values weight earlier steps, as polars'
+        ewm_mean does.
         """
+        lines = [
+            line
+            for line in self.history(key)
+            if isinstance(line.get(metric), int | float) and math.isfinite(line[metric])
+        ]
         values: dict[int, list[float]] = {}
-        for line in self.history(key):
-            if isinstance(line.get(metric), int | float) and math.isfinite(line[metric]):
-                if line.get("replaces"):
-                    values.pop(line["step"], None)
-                values.setdefault(line["step"], []).append(line[metric])
+        for line in lines:
+            if line.get("run") != lines[-1].get("run"):
+                continue
+            if line.get("replaces"):
+                values.pop(line["step"], None)
+            values.setdefault(line["step"], []).append(line[metric])
         total = weight = 0.0
         smoothed = {}
         for step in sorted(values):
