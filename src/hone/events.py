@@ -82,6 +82,10 @@ class RunStarted(Event, frozen=True):
     """Evaluator that computes rewards."""
     validation_evaluator: str | None = None
     """Evaluator that computes rewards of validations, if it is another one."""
+    relative: bool = False
+    """The evaluator compares the rollouts of an example with each other."""
+    validation_relative: bool = False
+    """So does the evaluator of validations."""
     learning_rate: float | None = None
     """Value of `training.learning_rate`."""
     credit: str = "outcome"

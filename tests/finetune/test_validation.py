@@ -10,7 +10,7 @@ from tests.finetune.rehearsal import Rehearsal
 from tests.finetune.trainers import Bench, evaluation
 from tests.finetune.worlds import collected
 
-from hone.config.schema import ValidationConfig
+from hone.config.schema import EarlyStoppingConfig, ValidationConfig
 from hone.errors import PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
@@ -378,6 +378,21 @@ async def test_greedy_answers_repeat_those_that_chose_the_step(chosen: Bench):
     assert result.fresh and result.chosen_of == 3
     # Steps 1 and 3 against step 0: 0.3 - 0.1 and 0.5 - 0.1.
     assert [other["x"] for other in result.others] == pytest.approx([0.2, 0.4])
+
+
+async def test_relative_rewards_choose_no_step_and_end_no_run(chosen: Bench):
+    """Their mean says nothing about the policy, so nothing is decided by it."""
+    chosen.validation = recording("xy", chosen, {1: "0.1", 2: "0.1", 3: "0.1"})
+    chosen.keys = {"early_stopping": EarlyStoppingConfig(patience=1)}
+    trainer = await chosen.start()
+    place = {"run_id": "r", "session": 1, "epochs": 3, "step": 0}
+    trainer.events.append("run_started", validation_relative=True, **place)
+    assert len(await trainer.run(3)) == 3
+    await trainer.cleanup()
+    assert len(chosen.events("validation")) == 4 and not finals()
+    assert not [entry for entry in chosen.adapter.logged if entry[0] == "val"]
+    history = History.of(read(chosen.directory / "events.jsonl"))
+    assert history.best is None and comparison(history) is None
 
 
 async def test_a_backend_without_earlier_steps_compares_the_answers_of_the_run(chosen: Bench):

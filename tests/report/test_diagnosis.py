@@ -18,6 +18,12 @@ def test_two_epochs_are_too_few_to_tell():
     assert diagnosed(flat_run([{"a": [0.0, 1.0], "b": [0.0, 1.0]}] * 2)) is None
 
 
+def test_relative_rewards_are_flat_whatever_the_policy_learns():
+    groups = {str(i): [0.2, 0.8] for i in range(10)}
+    assert diagnosed(flat_run([groups] * 3)) is not None
+    assert diagnosed(flat_run([groups] * 3, relative=True)) is None
+
+
 def test_never_solved():
     groups = {str(i): [0.0] * 2 for i in range(9)} | {"9": [0.0, 1.0]}
     text = diagnosed(flat_run([groups] * 3, generations=2, learning_rate=1e-6))

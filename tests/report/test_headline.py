@@ -290,6 +290,34 @@ def test_what_the_first_step_lost_counts_against_a_gain_as_well(tmp_path: Path):
     assert head == "Held-out reward fell from 1.00 to 0.00" and "it would be \u22120.89 " in rests
 
 
+def test_relative_scores_give_no_verdict(tmp_path: Path):
+    """RULER compares the rollouts of one policy: 0.5 on average, before and after, or by chance 0.9."""
+    lines = []
+    for epoch in range(4):
+        lines += [rollout(epoch, str(i), 0, 0.5 + 0.1 * epoch) for i in range(8)]
+        lines += [collected(epoch, 0.5 + 0.1 * epoch), job(epoch)]
+    low, high = ({str(i): [value] for i in range(8)} for value in (0.5, 0.9))
+    held_out = [validation(0, low, 0.5), validation(4, high, 0.9)]
+    ruler = {"evaluator": "ruler", "relative": True}
+    both = started(**ruler, validation_relative=True, validation_examples=8)
+    for log_lines in ([started(**ruler), *lines], [both, *lines, *held_out]):
+        head, rests = basis(tmp_path, *log_lines, finished(best_step=None))
+        assert head == "These scores cannot show a change"
+        assert rests.startswith("The evaluator ruler compares the rollouts of one policy with each")
+        numbers = measure(tmp_path).as_dict()
+        assert (numbers["verdict"], numbers["gain"], numbers["relative"]) == ("unknown", None, True)
+        assert numbers["checkpoint"]["best_step"] is None and not measure(tmp_path).compared
+    # Held-out examples that are scored one by one show it, whatever the training rewards are.
+    head, rests = basis(tmp_path, started(**ruler), *lines, *held_out, finished(best_step=None))
+    assert head == "Held-out reward rose from 0.50 to 0.90" and measure(tmp_path).best_step == 4
+    # Held-out scores that are relative show nothing, but training rewards may.
+    last = started(validation_relative=True, validation_examples=8)
+    _, rests = basis(tmp_path, last, *lines, *held_out, finished())
+    assert rests.startswith(
+        "Held-out scores compare the rollouts of one policy with each other, so "
+    )
+
+
 def test_no_example_with_a_reward_on_both_sides(tmp_path: Path):
     first, last = validation(0, {"a": [0.5]}, 0.5), validation(1, {"b": [0.5]}, 0.5)
     head, rests = basis(tmp_path, started(), first, last, finished())

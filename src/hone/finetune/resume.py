@@ -113,7 +113,9 @@ class RunState:
     # ---- what comes next ------------------------------------------------------------------
 
     def reason_to_stop(self) -> str | None:
-        """Why early stopping ends the run; None if it does not."""
+        """Why early stopping ends the run; None if it does not, or if rewards are relative."""
+        if self.history.run.validation_relative:
+            return None
         return reason_to_stop(self.history.validations, self.config.early_stopping)
 
     def rounds(self, items: Sequence[EvalInputItem], epoch: int) -> list[RoundPlan]:

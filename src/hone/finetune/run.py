@@ -54,8 +54,9 @@ LOGGED_CHECKS = ("cost", "time", "movement")
 COMPLETED = TrainingStatusEnum.COMPLETED
 COMPARED_VALIDATION = (
     "the evaluator {reward!r} compares the rollouts of one policy with each other, so the validation "
-    "reward does not show whether the policy improves. Name a file in --validation_config_file in "
-    "which {reward!r} is an evaluator of another type."
+    "reward does not show whether the policy improves: the report has no verdict, no step is chosen as "
+    "the best, and early stopping does not apply. Name a file in --validation_config_file in which "
+    "{reward!r} is an evaluator of another type."
 )
 
 
@@ -195,6 +196,8 @@ class Run:
             validation_examples=shared.held_out,
             shared_inputs=len(shared.by_input),
             shared_ids=len(shared.by_id),
+            relative=training.compares(),
+            validation_relative=held_out is not None and held_out.compares(),
         )
         if shared.warning is not None:
             log.warning("%s", shared.warning)

@@ -208,7 +208,10 @@ class Validator:
         Under `lowest` and `drop`, a failure of the model counts as the run's lowest reward. Where that fell, the
         rewards of earlier steps have changed.
         """
-        validations = [v for v in self.state.history.validations if v.mean is not None]
+        history = self.state.history
+        if history.run.validation_relative:
+            return  # the server would choose NAME@best by it
+        validations = [v for v in history.validations if v.mean is not None]
         for step, one in {v.step: v for v in validations}.items():
             values = {"reward": one.mean or 0.0, "failure_rate": one.failure_rate or 0.0}
             if self._sent.get(step) != values:

@@ -29,9 +29,11 @@ FLAT = "The reward did not rise by more than chance"
 def diagnosis(history: History) -> str | None:
     """Why the reward does not rise, as measured, and what to change.
 
-    None while it rises. The reward is flat if none of at least `FLAT_EPOCHS` last epochs is better
+    None while it rises, and for rewards that compare rollouts of one policy. The reward is flat if none of at least `FLAT_EPOCHS` last epochs is better
     than the first of them by more than the standard error.
     """
+    if history.run.relative:
+        return None
     means = {epoch: by_example(history.rewards(epoch)) for epoch in history.epochs}
     epochs = _flat_stretch({epoch: known for epoch, known in means.items() if known})
     if len(epochs) < FLAT_EPOCHS:

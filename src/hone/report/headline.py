@@ -42,7 +42,18 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
     if outcome.idle:
         reason = f"No job changed the model: {_sentence(outcome.idle)}"
         return "Nothing was learned", reason, "unsure"
-    if outcome.history.run.validation_examples or outcome.history.validations:
+    run = outcome.history.run
+    if outcome.is_relative:
+        name = f"The evaluator {run.evaluator}" if run.evaluator else "The evaluator"
+        reason = (
+            f"{name} compares the rollouts of one policy with each other, so its scores stay about the "
+            "same however good the policy is. Validate with an evaluator that scores each rollout by "
+            "itself (--validation_config_file)."
+        )
+        return "These scores cannot show a change", reason, "unsure"
+    if run.validation_relative:
+        missing, hint = "Held-out scores compare the rollouts of one policy with each other", []
+    elif run.validation_examples or outcome.history.validations:
         missing, hint = "Fewer than two validations have a reward", []
     else:
         missing = "There are no held-out examples"

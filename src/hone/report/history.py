@@ -144,10 +144,10 @@ class Validation:
     rewards: dict[str, list[float]]
     """Rewards that count, by example."""
     error: str | None
-    attempts: dict[tuple[str, int], float | None]
+    attempts: dict[tuple[str, int], float | None] = field(default_factory=dict)
     """Reward of each rollout that the policy answered, by example and repetition; None if the
     environment failed it afterwards."""
-    unanswered: frozenset[tuple[str, int]]
+    unanswered: frozenset[tuple[str, int]] = frozenset()
     """Rollouts that failed before the policy answered, by example and repetition."""
 
     @classmethod
@@ -373,8 +373,11 @@ class History:
     def best(self) -> Validation | None:
         """The validation with the highest mean; of equal ones the first, which moved least.
 
-        Of a step that was validated several times, the last validation counts, as on the server.
+        Of a step that was validated several times, the last validation counts, as on the server. None
+        if the rewards are relative: they do not compare policies.
         """
+        if self.run.validation_relative:
+            return None
         by_step = {(v.epoch if v.step is None else v.step): v for v in self.scored}
         return max(by_step.values(), key=lambda v: v.mean or 0.0, default=None)
 

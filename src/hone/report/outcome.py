@@ -8,7 +8,8 @@ Before is the run's first step, after is the best one, or the last where none is
 (estimate.py says which test). It is unclear if the rewards that are missing could have made it
 insignificant. Without two validations the training rewards of the first and
 the last epoch are compared, and the report says so first, because a model can memorize its training
-examples. They are paired if at least `MIN_PAIRS` examples were in both epochs.
+examples. They are paired if at least `MIN_PAIRS` examples were in both epochs. Rewards that compare the
+rollouts of one policy with each other (RULER) are compared with nothing.
 """
 
 from collections import Counter
@@ -81,7 +82,7 @@ class Outcome:
         if compared is not None:
             return cls._held_out(history, compared)
         epochs = [epoch for epoch in history.epochs if history.rewards(epoch)]
-        if len(epochs) < 2:
+        if len(epochs) < 2 or history.run.relative:
             return cls(history)
         first, last = (history.rewards(epoch) for epoch in (epochs[0], epochs[-1]))
         policies = (
@@ -119,6 +120,11 @@ class Outcome:
     def held_out(self) -> bool:
         """Whether held-out examples are compared; without two validations, training examples are."""
         return self.compared is not None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether nothing is compared because all rewards compare rollouts of one policy."""
+        return self.compared is None and self.history.run.relative
 
     @property
     def verdict(self) -> Verdict:
@@ -230,6 +236,7 @@ class Outcome:
             "gain": gain and {**asdict(gain), "certain": gain.certain, **self.counts},
             "bound": self.bound and {**asdict(self.bound), "certain": self.bound.certain},
             "verdict": self.verdict,
+            "relative": self.is_relative,
             "measured_on": "validation" if self.held_out else "training",
             "selection": compared
             and {"chosen_of": compared.chosen_of, "fresh_answers": compared.fresh},
