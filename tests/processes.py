@@ -7,9 +7,10 @@ Out:  the marker `e2e` on all tests of some folders; an error where another test
 (`hone serve`, `hone serve-workflow`, `hone finetune`, vLLM, uvicorn), makes no environment and
 installs nothing. The server of a test runs in a thread of pytest (`shared_server`, `make_server`).
 
-A test may start a short program that works for it alone: the process of a learner or a logger, an
-agent's command, a `python -c`. Such a program is what hone itself starts; a test without it would
-test something else. It listens on no port and ends with the test.
+A test may start a short program that works for it alone: an agent's command, a check of a grammar,
+a `python -c`. Such a program is what hone itself starts; a test without it would test something
+else. It listens on no port and ends with the test. Where its start takes seconds (a learner loads
+torch), or a kill is the subject, the test is e2e all the same, for the sake of `make test`'s time.
 """
 
 import os
@@ -21,7 +22,7 @@ from pathlib import Path, PurePath
 import pytest
 
 TESTS = Path(__file__).parent
-FOLDERS = tuple(TESTS / name for name in ("docs", "e2e", "examples", "frameworks"))
+FOLDERS = tuple(TESTS / name for name in ("docs", "e2e", "examples", "frameworks", "sinks"))
 """All tests of these folders are e2e. Elsewhere the marker is on the file or on the test."""
 INSTALLERS = {"npm", "npx", "pip", "pip3", "uv", "virtualenv", "venv", "ensurepip"}
 SHELLS = {"bash", "sh"}

@@ -9,7 +9,6 @@ Out:  one JSON object on stdout's last line: what the client saw
 import asyncio
 import json
 import sys
-import time
 from typing import Any
 
 import art
@@ -28,10 +27,9 @@ async def main(address: str, base_model: str) -> dict[str, Any]:
         base_model=base_model,
         _internal_config={"engine_args": {"gpu_memory_utilization": 0.5}, "peft_args": {"r": 4}},
     )
-    started = time.monotonic()
     await backend.register(model)
     saw["first_step"] = await backend._get_step(model)
-    saw["register_s"] = time.monotonic() - started
+    saw["base_models"] = httpx.get(f"{address}/health").json()["base_models"]
     await model.register(backend)
     saw["inference"] = [
         model.inference_base_url,

@@ -50,6 +50,7 @@ def test_every_part_of_hone_registers_what_the_seed_documents_name():
         assert registry.find(kind, name) is not None, (kind, name)
 
 
+@pytest.mark.e2e
 def test_a_process_finds_it_by_its_entry_point(plugin: Path):
     done = hone(plugin, "info", "components", "-t", "trainer", "-t", "evaluator")
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,7 @@ def test_a_process_finds_it_by_its_entry_point(plugin: Path):
     assert "my_workflow" not in done.stdout  # a function
 
 
+@pytest.mark.e2e
 def test_a_package_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path):
     (tmp_path / "broken_plugin.py").write_text("import nowhere_at_all\n", encoding="utf-8")
     metadata = tmp_path / "broken_plugin-1.0.dist-info"

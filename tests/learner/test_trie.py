@@ -1,6 +1,6 @@
 """The trie and its rows: every label sees exactly its own call's tokens, and shares the rest."""
 
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -202,13 +202,15 @@ def test_a_hundred_thousand_tokens_are_packed_in_well_under_a_second():
         for t in range(8):
             completion = rng.integers(0, 50_000, 32).tolist()
             samples.append(Sample(g, t, (call(prompt, completion),)))
-    start = perf_counter()
+    start = thread_time()
     batch = pack(samples, row_tokens=1024)
-    spent = perf_counter() - start
+    spent = thread_time() - start
     assert batch.logical_tokens == 44 * 8 * 288
     assert batch.computed_tokens == 44 * (256 + 8 * 31)
     assert len(batch.rows) == 22
-    assert spent < 1.0, f"{spent:.2f} s"  # 0.06 s on two quiet cores
+    assert spent < 1.0, (
+        f"{spent:.2f} s"
+    )  # of this thread's CPU time: 0.06 s, however busy the machine
 
 
 def test_nothing_to_share_costs_nothing():

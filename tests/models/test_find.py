@@ -278,6 +278,7 @@ def _find_in_subprocess(
     )
 
 
+@pytest.mark.e2e
 def test_the_hub_is_asked_last_and_only_for_what_is_needed(hub):
     # The hub says that it has the model, and nothing is downloaded by asking.
     there = _find_in_subprocess(hub, "org/tiny", download=False)
@@ -288,6 +289,7 @@ def test_the_hub_is_asked_last_and_only_for_what_is_needed(hub):
     assert _find_in_subprocess(hub, "org/tiny").stdout.strip() == f"cache {needed}"
 
 
+@pytest.mark.e2e
 def test_a_hub_without_the_name_and_no_hub_at_all(hub):
     unknown = _find_in_subprocess(hub, "org/other")
     assert "no public model of that name (a private one needs HF_TOKEN)" in unknown.stderr

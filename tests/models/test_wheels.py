@@ -110,6 +110,7 @@ def test_a_pip_that_fails_is_reported(wheel_file, monkeypatch):
         pull(NAME)
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 def test_smollm2_from_its_wheel_answers_a_question():
     """The wheel is part of what `make install` brings; where it is not, this fails and says so."""

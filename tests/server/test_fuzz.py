@@ -16,6 +16,8 @@ from tests.server.target import CASES, Target, bodies
 from hone.server.settings import Settings
 from hone.server.state import State
 
+pytestmark = pytest.mark.e2e
+
 USUAL = 1000
 JOBS = "/v1/training/jobs"
 SLOW = ("POST /v1/training/jobs", "POST /_train_model", "POST /_log")

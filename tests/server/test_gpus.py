@@ -463,6 +463,7 @@ def exhausted(*args, **kwargs):
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("place", "engine"),
     [

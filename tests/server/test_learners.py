@@ -23,6 +23,8 @@ from hone.server import learners
 from hone.server.engine_choice import EngineChoice
 from hone.server.settings import Settings
 
+pytestmark = pytest.mark.e2e
+
 
 class Launches:
     """`LearnerProcess.launch`, and what it was asked for."""

@@ -108,6 +108,7 @@ renames.rename(ModelKey("default", "agent"), ModelKey("default", "agent.old"))
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("point", FAILPOINTS)
 def test_a_rename_that_was_killed_is_finished_at_the_next_start(
     make_state: MakeState, tmp_path: Path, point: str

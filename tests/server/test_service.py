@@ -98,6 +98,7 @@ async def test_a_job_becomes_a_step_that_is_served(open_server: Open, tiny_model
     assert step == 1
 
 
+@pytest.mark.e2e
 async def test_only_the_learners_process_reads_the_groups_of_a_job(
     open_server: Open, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -30,6 +30,8 @@ from hone.server.state import State
 from hone.server.workers import NICENESS, WorkerPool
 from hone.types import FieldError
 
+pytestmark = pytest.mark.e2e
+
 LARGE = 600
 """Bytes; what is larger goes to a worker."""
 LONG = "the weather " * 60
