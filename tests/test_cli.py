@@ -160,6 +160,7 @@ def test_an_empty_path_is_not_the_current_directory(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.e2e
 def test_a_stdout_that_cannot_be_written_is_one_line_and_one_for_head_is_none(tmp_path: Path):
     def hone_to(stdout: int, *arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "hone.cli", *arguments]

@@ -45,6 +45,7 @@ def test_contracts_hold():
     assert f"{len(BREACHES)} kept, 0 broken" in done.stdout
 
 
+@pytest.mark.e2e
 def test_each_contract_notices_a_breach_of_it(tmp_path: Path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

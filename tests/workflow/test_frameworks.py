@@ -18,6 +18,8 @@ from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.wire.rollout import FUNCTION_HEADER, ROLLOUT_HEADER
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("framework_rollouts.py")
 
