@@ -8,6 +8,7 @@ The properties draw the same examples in every run; `make test ARGS=--hypothesis
 """
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -186,6 +187,10 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[LocalBa
     root = tmp_path_factory.mktemp("hone")
     settings = Settings(root=root, device="cpu", learner_threads=1)
     server = Server(State(settings, start_learner=LearnerHere), None).start()
+    assert server._thread is not None
+    server._thread.name = "shared server"
+    # What it logs is in its own file where it is a process; here it must not reach a test's output.
+    logging.getLogger("hone.server").addFilter(lambda line: line.threadName != "shared server")
     host, _, port = server.control_url.removeprefix("http://").partition(":")
     address = {"host": host, "port": int(port), "pid": os.getpid()}
     (root / SERVER_ADDRESS).write_text(json.dumps(address), encoding="utf-8")
