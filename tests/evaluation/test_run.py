@@ -1,13 +1,14 @@
 """An Evaluation: rollouts under one budget, scored, failures kept apart from scores."""
 
 import asyncio
+import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from tests.evaluation.made import item
+from tests.evaluation.made import call, item
 from tests.patience import PATIENCE_S
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
@@ -17,11 +18,13 @@ from hone.errors import ConfigError, PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem, Score
 from hone.evaluation.evaluators import ExactMatch
 from hone.evaluation.judge import Judge, LlmJudge
+from hone.evaluation.results import extracted
 from hone.evaluation.rule import RuleEvaluator
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.wire.rollout import ROLLOUT_HEADER, TEMPERATURE_HEADER
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
+from hone.workflow.run import RolloutResult
 
 EXACT = {"exact": RuleEvaluator(ExactMatch())}
 
@@ -195,6 +198,32 @@ async def test_the_output_is_what_the_path_finds(returned: Any, path: str, outpu
     result = await run.run_item(run.items[0])
     assert result.item.output_obj == output
     assert result.scores["exact"].value == 1.0
+
+
+@dataclass
+class Unwritable:
+    lock: Any = field(default_factory=threading.Lock)  # cannot be copied
+
+
+@pytest.mark.parametrize(
+    ("calls", "answered", "kind"),
+    [
+        ((call("prose"),), True, "policy"),
+        ((call("prose", model="m@0"),), False, "infrastructure"),  # a frozen model's answer
+        ((call(), call(choices=[], status=503, started_at=101.0)), True, "infrastructure"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("output", "reason"), [("prose", "unparseable"), (Unwritable(), "agent_error")]
+)
+def test_an_output_that_cannot_be_used_is_the_policy_s_after_its_answer(
+    calls: Any, answered: bool, kind: str, output: Any, reason: str
+):
+    result = extracted(
+        RolloutResult("r", output, calls, (), None, 1.0, answered=answered), "$.city"
+    )
+    assert result.failure is not None and result.failure.kind == kind
+    assert result.failure.reason == (reason if len(calls) == 1 else "server_error")
 
 
 @pytest.mark.parametrize(

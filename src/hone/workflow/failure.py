@@ -66,8 +66,6 @@ class RolloutFailure:
         if answered is None:
             answered = answered_by_policy(calls, None)
         is_policy = cause == "policy" or (cause == "agent" and answered)
-        if not is_policy and reason in _ANSWERS:
-            reason = "agent_error"
         return cls("policy" if is_policy else "infrastructure", reason, failure, cause)
 
     def after_answer(self) -> "RolloutFailure":
@@ -106,7 +104,10 @@ def raised(
     elif cause == "agent" and reason not in _ANSWERS:
         more = _truncated(calls)
     failure = failure.model_copy(update={"message": failure.message + more})
-    return RolloutFailure.of(cause, reason, failure, calls, answered)
+    result = RolloutFailure.of(cause, reason, failure, calls, answered)
+    if result.kind == "infrastructure" and result.reason in _ANSWERS:
+        return replace(result, reason="agent_error")
+    return result
 
 
 def _truncated(calls: Sequence[SeenCall]) -> str:
