@@ -232,9 +232,16 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(
         type=type(error).__name__,
         message=_message_of(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_traceback_of(error),
         place=place_of(error),
     )
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  # it reads attributes, and a user's exception may raise anything
+        return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _message_of(error: BaseException) -> str:

@@ -619,6 +619,26 @@ def test_whose_failure_it_is(
     assert (failure.kind, failure.reason) == expected
 
 
+class Hostile(Exception):
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+async def test_an_exception_that_raises_when_it_is_read_is_data_too():
+    async def agent(question: str) -> None:
+        raise Hostile
+
+    result = await ran(agent)
+    assert why(result) == ("infrastructure", "agent_error")
+    assert result.failure is not None
+    failure = result.failure.failure
+    assert (failure.type, failure.message) == ("Hostile", "<no text: RuntimeError>")
+    assert "in agent" in failure.traceback and failure.place.startswith(f"{__file__}:")
+
+
 class Quota(Exception):
     pass
 
