@@ -14,6 +14,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.errors import PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
+from hone.evaluation.evaluators import ExactMatch
+from hone.evaluation.judge import LlmJudge
+from hone.evaluation.ruler import RulerConfig
 from hone.evaluation.run import Evaluation
 from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
@@ -84,6 +87,8 @@ class Trained:
         """How often the agent ran on each question."""
         self.agent: Agent = strict
         self.reward: Any = Reward()
+        self.options: dict[str, Any] = {}
+        """Further arguments of evaluations."""
 
     def evaluation(self, names: list[str]) -> Evaluation:
         async def run(question: str) -> str:
@@ -96,6 +101,7 @@ class Trained:
             items=[EvalInputItem(id=name, input_obj=name) for name in names],
             evaluators={"score": self.reward},
             max_concurrency=4,
+            **self.options,
         )
 
     def train(self, num_examples: int, *, generations: int = 2) -> None:
@@ -336,6 +342,28 @@ async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_aga
         assert status.status is COMPLETED and set(run.ran.values()) == {4}
         assert run.history.retried == {"infrastructure: evaluator": 8}
         assert run.history.failures == {} and run.history.attempts == 16
+
+
+async def test_an_evaluator_whose_configuration_says_so_is_a_service(bench: Bench):
+    async with trained(bench, mixed) as run:
+        run.agent, run.options = lenient, {"services": ["score"]}
+        run.train(4)
+        bench.keys = {"max_infrastructure_failures": 1.0}
+        await bench.run(1)
+        assert run.history.failures == {"infrastructure: evaluator": 2}
+    assert LlmJudge.is_service and RulerConfig.is_service and not ExactMatch.is_service
+
+
+async def test_a_function_before_the_evaluators_that_raises_follows_the_same_rule(bench: Bench):
+    def prepare(item: EvalInputItem) -> EvalInputItem:
+        return item.copy_with_updates(output_obj=VALUES[item.output_obj])
+
+    async with trained(bench, mixed) as run:
+        run.agent, run.options = lenient, {"prepare": prepare}
+        run.train(4)
+        await bench.run(1)
+        assert run.history.failures == {"policy: evaluator": 2}
+        assert sorted(run.sent(0)) == [[-0.5] * 2, [-0.5] * 2, [1.0] * 2, [1.0] * 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "high"])
