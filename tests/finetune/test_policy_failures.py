@@ -12,7 +12,7 @@ import pytest
 from tests.finetune.trainers import Bench
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
-from hone.errors import PolicyFailure
+from hone.errors import ConfigError, PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.evaluators import ExactMatch
 from hone.evaluation.judge import LlmJudge
@@ -305,6 +305,8 @@ class Broken(Reward):
         (Broken(ValueError("malformed"), service=True), "infrastructure"),
         (Broken(ConnectionError("the sandbox is away")), "infrastructure"),
         (Broken(KeyError("answer"), everywhere=True), "infrastructure"),
+        (Broken(BufferError("listed in the YAML")), "infrastructure"),
+        (Broken(ConfigError("the row has no expected output")), "infrastructure"),
     ],
 )
 async def test_an_evaluator_that_raises_is_classified_when_the_round_closes(
@@ -312,6 +314,7 @@ async def test_an_evaluator_that_raises_is_classified_when_the_round_closes(
 ):
     async with trained(bench, mixed) as run:
         run.agent, run.reward = lenient, reward
+        run.options = {"infrastructure_exceptions": ["BufferError"]}
         run.train(4)
         bench.keys = {"rollout_retries": 2, "max_infrastructure_failures": 1.0}
         await bench.run(1)

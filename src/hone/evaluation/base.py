@@ -11,7 +11,7 @@ were scored (`kinds_at_close`); a failure of a service or of the network never i
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,14 +239,23 @@ async def score(
     *,
     timeout_s: float | None = None,
     is_service: bool = False,
+    listed: Collection[str] = (),
 ) -> Score:
-    """The evaluator's score of the item; an exception or a timeout becomes its failure."""
+    """The evaluator's score of the item; an exception or a timeout becomes its failure.
+
+    Args:
+        evaluator: scores the item.
+        item: the item, with an output.
+        timeout_s: the evaluator fails if it takes longer.
+        is_service: whether its failures are never the policy's.
+        listed: `finetuning.infrastructure_exceptions`, whose failures are never the policy's either.
+    """
     evaluator = _behind(evaluator)
 
     async def alone() -> Sequence[EvalOutputItem]:
         return [await evaluator.evaluate_item(item)]
 
-    [one] = await _scores(evaluator, alone, [item], timeout_s, is_service)
+    [one] = await _scores(evaluator, alone, [item], timeout_s, is_service, listed)
     return one
 
 
@@ -256,10 +265,11 @@ async def score_group(
     *,
     timeout_s: float | None = None,
     is_service: bool = False,
+    listed: Collection[str] = (),
 ) -> list[Score]:
     """The evaluator's scores of rollouts of one example; a failure is the failure of each."""
     return await _scores(
-        evaluator, lambda: evaluator.evaluate_group(items), items, timeout_s, is_service
+        evaluator, lambda: evaluator.evaluate_group(items), items, timeout_s, is_service, listed
     )
 
 
@@ -269,6 +279,7 @@ async def _scores(
     items: Sequence[EvalInputItem],
     timeout_s: float | None,
     is_service: bool,
+    listed: Collection[str],
 ) -> list[Score]:
     # The timeout covers only the scoring, not the wait for a free slot.
     turn = evaluator.semaphore if isinstance(evaluator, BaseEvaluator) else nullcontext()
@@ -288,7 +299,7 @@ async def _scores(
                 for one in scores
             ]
     except TimeoutError as error:
-        one = unscored(error, is_service=is_service)
+        one = unscored(error, is_service=is_service, listed=listed)
         if deadline is not None and deadline.expired():
             message = f"item {items[0].id!r}: the evaluator did not end within {timeout_s:g} s"
             failure = Failure(type="TimeoutError", message=message)
@@ -296,14 +307,15 @@ async def _scores(
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001  # user code: whatever it raises is data
-        one = unscored(error, is_service=is_service)
+        one = unscored(error, is_service=is_service, listed=listed)
     return [one] * len(items)
 
 
-def unscored(error: BaseException, *, is_service: bool = False) -> Score:
-    """The result of scoring that raised this error."""
-    # A ConfigError is a mistake in the row or in the configuration, not in the output.
-    outside = is_service or isinstance(error, ConfigError) or outside_reason(error) is not None
+def unscored(
+    error: BaseException, *, is_service: bool = False, listed: Collection[str] = ()
+) -> Score:
+    """The result of scoring that raised this error; arguments as in `score`."""
+    outside = is_service or outside_reason(error, listed) is not None
     return Score(None, failure=failure_of(error), is_outside=outside)
 
 

@@ -11,6 +11,7 @@ not change: they may already be on disk.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from hone.evaluation.base import EvalInputItem, GroupEvaluator, Score, score_group
 
@@ -53,18 +54,19 @@ class RolloutGroup:
         evaluator: GroupEvaluator,
         number: int,
         timeout_s: float | None,
-        is_service: bool = False,
+        **cause: Any,
     ) -> Score:
-        """Wait until every rollout has ended, then score them together."""
+        """Wait until every rollout has ended, then score them together.
+
+        `cause`: arguments of `score_group` that say whose failure an exception is.
+        """
         await self._complete.wait()
         async with self._locks[name]:
             scores = self._scores[name]
             if number not in scores:
                 numbers = sorted(self._items)
                 items = [self._items[n] for n in numbers]
-                compared = await score_group(
-                    evaluator, items, timeout_s=timeout_s, is_service=is_service
-                )
+                compared = await score_group(evaluator, items, timeout_s=timeout_s, **cause)
                 for n, one in zip(numbers, compared, strict=True):
                     scores.setdefault(n, one)
             return scores[number]
@@ -88,7 +90,7 @@ class Member:
         name: str,
         evaluator: GroupEvaluator,
         timeout_s: float | None,
-        is_service: bool = False,
+        **cause: Any,
     ) -> Score:
         """Its score, once all rollouts of the group have ended."""
-        return await self._group.score(name, evaluator, self._number, timeout_s, is_service)
+        return await self._group.score(name, evaluator, self._number, timeout_s, **cause)

@@ -262,15 +262,20 @@ class Evaluation:
                 item = await prepared if isinstance(prepared, Awaitable) else prepared
                 _check_item(item)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # user code may raise anything; it is recorded
-                return dict.fromkeys(names, unscored(error))
+                one_for_all = unscored(error, listed=self.infrastructure_exceptions)
+                return dict.fromkeys(names, one_for_all)
         if member is not None:
             member.add(item)
 
         async def one(name: str) -> Score:
-            evaluator, is_service = self.evaluators[name], name in self._services
+            evaluator = self.evaluators[name]
+            cause: dict[str, Any] = {
+                "is_service": name in self._services,
+                "listed": self.infrastructure_exceptions,
+            }
             if member is not None and isinstance(evaluator, GroupEvaluator):
-                return await member.score(name, evaluator, self.timeout_s, is_service)
-            return await score(evaluator, item, timeout_s=self.timeout_s, is_service=is_service)
+                return await member.score(name, evaluator, self.timeout_s, **cause)
+            return await score(evaluator, item, timeout_s=self.timeout_s, **cause)
 
         return dict(zip(names, await run_together(map(one, names)), strict=True))
 

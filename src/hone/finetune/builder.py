@@ -283,7 +283,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                     "there is no reward"
                 )
         except Exception as error:  # noqa: BLE001  # a plugin may raise anything; it is recorded
-            failure = evaluator_failure(unscored(error), answered=record.answered)
+            listed = self._config.infrastructure_exceptions
+            failure = evaluator_failure(unscored(error, listed=listed), answered=record.answered)
             return record.model_copy(update={"reward": None, "failure": failure})
         metadata = {"reasoning": plain(score.reasoning)}
         return record.model_copy(update={"reward": reward, "metadata": metadata})
