@@ -265,6 +265,8 @@ class ModelInfo(Strict):
     """The model name to send there."""
     advertised_url: str | None = None
     """Address for agents on other machines, if one is configured."""
+    concurrency: int = 8
+    """Number of requests at a time that keep its engine busy; more wait."""
     not_applicable: list[str]
     created_at: float
 

@@ -192,10 +192,31 @@ async def test_the_clients_of_other_frameworks_are_refused_by_name(write: Write)
             await builder.get_llm("m", wrapper_type="langchain")
 
 
+async def test_without_a_value_rollouts_follow_the_engine(write: Write):
+    async with build(read(write(YAML.replace("max_concurrency: 3, ", "")))) as builder:
+        # Without the training server: 8 at a time, as evaluators always.
+        assert (builder.get_rollout_concurrency(), builder.get_max_concurrency()) == (8, 8)
+        builder.served = Served("http://s/v1", "k", "m", concurrency=64)
+        assert (builder.get_rollout_concurrency(), builder.get_max_concurrency()) == (64, 8)
+        builder.served = Served("http://s/v1", "k", "m")  # a plugin's server says nothing
+        assert builder.get_rollout_concurrency() == 8
+
+
+async def test_programs_share_the_machine(write: Write, monkeypatch: pytest.MonkeyPatch):
+    own = 'workflow: {_type: command, command: ["./agent"]}\n'
+    async with build(read(write(own))) as builder:
+        for cores, at_a_time in {2: 8, 16: 32, 64: 64}.items():  # 2 x 2 is below the default of 8
+            monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+            builder.served = Served("http://s/v1", "k", "m", concurrency=64)
+            assert builder.get_rollout_concurrency() == at_a_time
+
+
 async def test_evaluators_and_what_they_ask_for(write: Write):
     async with build(read(write(YAML))) as builder:
         assert await builder.get_evaluator("reward") == "an evaluator"
         assert builder.get_max_concurrency() == 3
+        builder.served = Served("http://s/v1", "k", "m", concurrency=64)
+        assert builder.get_rollout_concurrency() == 3, "what is written is honoured"
         assert builder.get_output_dir() == Path("out")
 
 

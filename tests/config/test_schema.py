@@ -277,7 +277,7 @@ def test_defaults_are_those_of_the_seed_documents():
         "random_subsample": None,
         "skip_excluded": False,
     }
-    assert general.max_concurrency == 8
+    assert general.max_concurrency is None, "it follows the engine"
     assert general.output_dir == Path("./.tmp/nat/examples/default/")
 
 
@@ -287,7 +287,11 @@ def test_defaults_of_what_hone_adds():
     assert (run.min_group_size, run.on_policy_failure) == (2, "lowest")
     assert (run.max_infrastructure_failures, run.rollout_retries) == (0.2, 1)
     assert (run.rollout_timeout_s, run.job_timeout_s) == (600.0, 86400.0)
-    assert run.validation.model_dump() == {"greedy": False, "reps": 1}
+    assert run.validation.model_dump() == {
+        "greedy": False,
+        "reps": 1,
+        "allow_training_examples": False,
+    }
     assert run.allow_foreign_endpoint is False
 
 

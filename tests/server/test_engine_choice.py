@@ -370,6 +370,13 @@ def test_more_gpus_than_there_are(state: State, python: Path) -> None:
         vllm.register(spec(engine_args={"tensor_parallel_size": 2}), in_use=False)
 
 
+def test_how_many_requests_keep_an_engine_busy(state: State, python: Path) -> None:
+    few = spec(engine_args={"max_num_seqs": 8})
+    vllm = choice(state, engine="vllm", engine_python=python)
+    assert (vllm.concurrency(few), vllm.concurrency(spec())) == (8, 256)
+    assert choice(state, engine="embedded").concurrency(spec()) == 64
+
+
 def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, python: Path) -> None:
     vllm = choice(state, engine="vllm", engine_python=python, max_seq_length=4096)
     assert vllm._plan("tiny", None) == Plan({}, 8, 4096)

@@ -10,6 +10,7 @@ otherwise outlive it.
 
 import asyncio
 import logging
+import os
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -36,6 +37,8 @@ from hone.wire.access import derive_inference_key
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_CONCURRENCY = 8
+"""Rollouts at a time, if neither the YAML nor the training server says how many."""
 WORKFLOW = "<workflow>"
 """The name of the workflow among functions."""
 
@@ -85,6 +88,8 @@ class Served:
     held_s: Callable[[str, float], Awaitable[float]] | None = None
     """Returns for how long since a time (of the monotonic clock) the server held the calls of a rollout
     id; None if it cannot be asked."""
+    concurrency: int | None = None
+    """Number of requests at a time that keep its engine busy; None if that is not known."""
 
     @property
     def rollout_arguments(self) -> dict[str, Any]:
@@ -212,8 +217,26 @@ class Builder:
         return {**arguments, **served.rollout_arguments}
 
     def get_max_concurrency(self) -> int:
-        """The number of rollouts that run at a time."""
-        return self.document.eval.general.max_concurrency
+        """The number of items at a time for what is not served by the training server."""
+        return self.document.eval.general.max_concurrency or DEFAULT_CONCURRENCY
+
+    def get_rollout_concurrency(self) -> int:
+        """The number of rollouts that run at a time.
+
+        Without a value in the YAML, as many as keep the training server's engine busy. Programs
+        also use this machine, so there are at most two for each of its cores, and 8 at least.
+        """
+        written = self.document.eval.general.max_concurrency
+        if written is not None:
+            return written
+        is_foreign = self.document.finetuning.allow_foreign_endpoint  # of unknown capacity
+        if self.served is None or self.served.concurrency is None or is_foreign:
+            return DEFAULT_CONCURRENCY
+        blocks = [self.document.workflow, *self.document.functions.values()]
+        if any(block is not None and block.type_name == "command" for block in blocks):
+            cores = max(DEFAULT_CONCURRENCY, 2 * (os.cpu_count() or 1))
+            return min(self.served.concurrency, cores)
+        return self.served.concurrency
 
     def get_output_dir(self) -> Path:
         """The directory that an evaluation writes to."""

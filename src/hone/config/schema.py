@@ -293,8 +293,10 @@ class EvalGeneralConfig(Strict):
         "per_input_user_id": "workflows have no user here",
     }
 
-    max_concurrency: int = Field(default=8, ge=1)
-    """Number of rollouts at a time, over all generations."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Number of rollouts at a time, over all generations. If not set, as many as keep the training
+    server's engine busy (embedded 64, vLLM its max_num_seqs or 256; agents of `_type: command` at
+    most two for each core of this machine), and 8 with other endpoints."""
     workflow_alias: str | None = None
     """The name of the workflow in the output."""
     output_dir: Directory = Path(".tmp/nat/examples/default")

@@ -59,7 +59,7 @@ class JudgeBaseConfig(EvaluatorBaseConfig):
     cache_dir: Directory | None = None
     """Directory of the cache; `judge_cache` in the evaluation's output directory if not set."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Number of items judged at a time; as many as rollouts if not set."""
+    """Number of items judged at a time; `eval.general.max_concurrency` if not set, or 8."""
 
     @model_validator(mode="after")
     def _it_names_a_judge(self) -> Self:

@@ -51,7 +51,7 @@ class PythonEvaluatorConfig(EvaluatorBaseConfig, name="python"):
     args: dict[str, JsonValue] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Number of items scored at a time; as many as rollouts if not set."""
+    """Number of items scored at a time; `eval.general.max_concurrency` if not set, or 8."""
 
 
 class PythonEvaluator(BaseEvaluator):

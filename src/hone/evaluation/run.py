@@ -320,7 +320,7 @@ async def evaluation(
         workflow=workflow,
         items=items,
         evaluators={name: await _evaluator(builder, name) for name in names},
-        max_concurrency=general.max_concurrency,
+        max_concurrency=builder.get_rollout_concurrency(),
         result_json_path=result_json_path,
         timeout_s=timeout_s,
         prepare=None if prepare is None else _prepare(prepare, builder.document.file),

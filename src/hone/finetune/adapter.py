@@ -163,6 +163,7 @@ class ARTTrainerAdapter(TrainerAdapter):
             self.recorded,
             elsewhere,
             held_s=self.backend.held_s,
+            concurrency=info.concurrency,
         )
 
     @property

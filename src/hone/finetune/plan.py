@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hone.config.build import build
+from hone.config.build import DEFAULT_CONCURRENCY, build
 from hone.config.schema import Document, FinetuneRunConfig
 from hone.errors import HoneError
 from hone.evaluation.run import dataset_items
@@ -179,6 +179,7 @@ async def dry_run(
         f"training      {counted(planned.epochs, 'epoch')} of {counted(planned.rounds, 'round')}: "
         f"{rollouts}{counted(planned.jobs, 'job')}, {counted(planned.optimizer_steps, 'optimizer step')}",
         *_validation(document, options, held_out),
+        _concurrency(document),
     ]
     try:
         check_free(config.output_dir)
@@ -207,6 +208,15 @@ def _backend(document: Document) -> str:
     server = adapter.backend
     at = f"at {server.ip}:{server.port}" if server.ip else f"on its own server ({server.root})"
     return f"model         {server.project}/{server.name} over {server.base_model} {at}"
+
+
+def _concurrency(document: Document) -> str:
+    written = document.eval.general.max_concurrency
+    if written is not None:
+        return f"concurrency   {counted(written, 'rollout')} at a time"
+    if art_config_of(document) is None or document.finetuning.allow_foreign_endpoint:
+        return f"concurrency   {counted(DEFAULT_CONCURRENCY, 'rollout')} at a time"
+    return "concurrency   as many rollouts at a time as keep the engine busy (max_concurrency)"
 
 
 def _preflight(planned: Plan) -> str:

@@ -48,7 +48,7 @@ async def toolkit_config(builder: Builder) -> Config:
     blocks["llms"] = {key: await _llm_block(key, builder) for key in document.llms}
     blocks["eval"] = {
         "general": {
-            "max_concurrency": general.max_concurrency,
+            "max_concurrency": builder.get_max_concurrency(),
             "output_dir": str(general.output_dir),
         },
         "evaluators": {

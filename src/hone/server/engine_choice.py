@@ -48,6 +48,11 @@ SHARED = 0.8
 """Share of a GPU that a message proposes for the vLLMs of several base models; the rest is for their
 learners."""
 
+EMBEDDED_CONCURRENCY = 64
+"""Requests that keep the embedded engine busy. It computes as many as its KV cache holds."""
+VLLM_CONCURRENCY = 256
+"""Requests that keep vLLM busy, if `engine_args` has no max_num_seqs."""
+
 CheckArg = Callable[[str, str, Any], bool]
 """Checks one engine argument (path, key, value); returns whether it applies to this engine."""
 
@@ -102,6 +107,13 @@ class EngineChoice:
     @property
     def is_vllm(self) -> bool:
         return self._settings.engine_url is not None or self.vllm is not None
+
+    def concurrency(self, spec: ModelSpec) -> int:
+        """Number of requests at a time that keep the model's engine busy."""
+        if self._settings.engine != "vllm" and not self.is_vllm:
+            return EMBEDDED_CONCURRENCY
+        at_once = spec.engine_args.get("max_num_seqs")
+        return at_once if isinstance(at_once, int) and at_once > 0 else VLLM_CONCURRENCY
 
     def check_arg(self) -> CheckArg | None:
         """The check of engine_args; None for the embedded engine, to which they do not apply."""

@@ -167,6 +167,7 @@ def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
         ),
         inference_name=spec.name if len(same_name) == 1 else str(record.key),
         advertised_url=state.settings.advertise_url,
+        concurrency=state.serving.choice.concurrency(spec),
         not_applicable=spec.not_applicable,
         created_at=record.created_at,
     )
