@@ -299,8 +299,9 @@ def validate_command(
     """Check a YAML file: list all its problems, or its components if there are none.
 
     A file with `finetuning.enabled: true` must have everything that `hone finetune` needs. Datasets
-    are read and the functions of `target:` imported; nothing is run, and no request is made. Exits
-    1 if there is a problem.
+    are read and the functions of `target:` imported; a reward that cannot be called, and rows
+    without the answer it needs, are problems. Nothing is run, and no request is made. Exits 1 if
+    there is a problem.
 
     Examples:
 
