@@ -186,7 +186,7 @@ RUN_FILES = {
     "`curriculum_state.json`": "state of the curriculum, if there is one",
     "`reward_plot.png`": "training and held-out reward over epochs",
     "`loggers/`": "of each [logger](../guides/loggers.md): how much of the run was sent, and its log",
-    "`report.html`, `report.md`, `report.json`": "the verdict, for people and for programs",
+    "`report.html`, `report.md`, `report.json`": "the verdict, for people and for programs; written after every epoch, and again by `hone report DIR`",
 }
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from hone.interrupt import INTERRUPTED, leave
-from hone.terminal import Command, LogLevel, pairs, parse_seconds, print_table
+from hone.terminal import Command, LogLevel, pairs, parse_path, parse_seconds, print_table
 
 if TYPE_CHECKING:
     from hone.config.base import DatasetBaseConfig
@@ -150,6 +150,27 @@ def finetune_command(
     if status == INTERRUPTED:
         leave()  # does not wait for an agent's threads
     raise typer.Exit(status)
+
+
+@harness.command("report", cls=Command)
+def report_command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=parse_path, show_default=False)
+    ],
+    log_level: LogLevel = None,
+) -> None:
+    """Write the report of a run again, from the files in its output_dir; prints its path.
+
+    A run that was killed has a report of its last whole epoch; this one has everything until then.
+
+    Examples:
+
+        hone report .tmp/nat/finetuning
+    """
+    from hone.report import report
+
+    report.write(directory)
+    typer.echo(str(directory / "report.html"))
 
 
 @harness.command("eval", cls=Command)

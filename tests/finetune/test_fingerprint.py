@@ -256,8 +256,9 @@ def test_where_the_result_is():
         return {key: description[key] for key in ("base_url", "root") if key in description}
 
     assert address(ip="gpu", port=7623) == {"base_url": "http://gpu:8000/v1"}
-    assert address() == {}  # `hone serve` finds it without a word
-    assert address(root="runs/server") == {"root": "runs/server"}
+    # Absolute: a report may be read anywhere.
+    assert address() == {"root": str(Path.cwd() / ".hone")}
+    assert address(root="runs/server") == {"root": str(Path.cwd() / "runs" / "server")}
     nothing = dict.fromkeys(("name", "project", "base_model", "learning_rate"))
     assert MemoryAdapter().describe() == nothing
 

@@ -14,7 +14,9 @@ import pytest
 from tests.finetune.runs import STORIES, Story, tell
 from tests.report.test_metrics import collected, job, started
 from tests.report.test_plots import validation
+from typer.testing import CliRunner
 
+from hone.cli import app
 from hone.errors import ConfigError
 from hone.event_log import FILE, read
 from hone.report import metrics, report
@@ -100,6 +102,16 @@ def test_what_measured_is_named(tmp_path: Path):
     log(tmp_path, started(), finished())  # of before this was recorded
     result = measure(tmp_path).as_dict()
     assert (result["evaluator"], result["validation_evaluator"]) == (None, None)
+
+
+def test_a_report_can_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tell(Story(epochs=2, interval=1, examples=4), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["report", "out"])
+    assert (result.exit_code, result.stdout) == (0, "out/report.html\n"), result.output
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["epochs"] == 2
+    refused = CliRunner().invoke(app, ["report", "."])
+    assert refused.exit_code == 1 and "no run to report on" in refused.stderr
 
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -1,6 +1,7 @@
 """Metrics and pictures, written beside the run."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -129,6 +130,39 @@ async def test_a_round_reads_what_it_appended_over_100_epochs(
     assert max(late) < 1.05 * max(early)
     written = (tmp_path / "training_metrics.jsonl").read_text().splitlines()
     assert len(written) == 100
+
+
+async def test_a_report_is_there_after_every_epoch(
+    events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So it is there after a kill; it neither draws nor reads the log again."""
+    monkeypatch.setattr("hone.report.plots.reward_plot", lambda history, path: None)
+    monkeypatch.setattr("hone.report.report.measure", lambda output_dir: pytest.fail("read again"))
+    files, epochs = Files(events, tmp_path), []
+    for line in lines(Story(epochs=3, examples=3, generations=2, held_out=3, interval=1)):
+        events.append(line["type"], **{k: v for k, v in line.items() if k not in ("at", "type")})
+        if line["type"] == "epoch_done":
+            files.refresh()
+            await files.settle()
+            numbers = json.loads((tmp_path / "report.json").read_text())
+            epochs.append((numbers["epochs"], numbers["status"]))
+            text = (tmp_path / "report.md").read_text()
+            assert text.startswith(f"# Not finished: {len(epochs)} of 3 epochs done\n\n")
+            assert "interrupted" not in text and (tmp_path / "report.html").exists()
+            assert "## Resume the run" in text
+    assert epochs == [(1, "unfinished"), (2, "unfinished"), (3, "unfinished")]
+
+
+async def test_a_report_that_cannot_be_written_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def write(*_: object, **__: object) -> None:
+        raise KeyError("median")
+
+    monkeypatch.setattr("hone.report.report.write", write)
+    with caplog.at_level(logging.WARNING, logger="hone"):
+        statuses = await Bench(tmp_path).run(2)
+    assert len(statuses) == 2 and "The report could not be written: 'median'" in caplog.text
 
 
 async def test_a_trainer_reads_its_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

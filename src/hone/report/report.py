@@ -13,6 +13,7 @@ import shlex
 from base64 import b64encode
 from collections import Counter
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,13 +45,17 @@ PHASE_NAMES = {
 }
 
 
-def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
+def write(
+    output_dir: Path, *, brief: bool = False, history: History | None = None
+) -> dict[str, Any]:
     """Write the files from the events so far; returns the numbers in report.json.
 
     `brief` draws nothing, because the command should end soon: the report shows the reward plot if it
-    is up to date, and no other pictures.
+    is up to date, and no other pictures. `history`: of a run that may be running; by default the
+    events are read.
     """
-    outcome, plot = measure(output_dir), output_dir / "reward_plot.png"
+    outcome = measure(output_dir) if history is None else Outcome.of(history)
+    plot = output_dir / "reward_plot.png"
     before, after = _compared_rollouts(output_dir, outcome)
     reward = outcome.history.failure_reward if outcome.held_out else None
     examples, answers = pick(before, after, failure_reward=reward), Answers.of(before, after)
@@ -59,7 +64,7 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
     if not brief or (plot.exists() and plot.stat().st_mtime >= newest_at):
         pictures["rewards"] = plot.read_bytes()
     embedded = {k: f"data:image/png;base64,{b64encode(v).decode()}" for k, v in pictures.items()}
-    values = content(outcome, answers) | {
+    values = content(outcome, answers, may_run=history is not None) | {
         "examples": examples,
         "commands": _commands(outcome, request(output_dir / "trajectories"), output_dir),
         "pictures": embedded,
@@ -79,6 +84,14 @@ def write(output_dir: Path, *, brief: bool = False) -> dict[str, Any]:
 
 def render(output_format: str, values: dict[str, Any]) -> str:
     """Render a template; text from a model, a dataset or an error is escaped in both formats."""
+    template = _environment(output_format).get_template("report.j2")
+    text = template.render(values, format=output_format)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+@cache
+def _environment(output_format: str) -> Environment:
+    """Compiles a template once: a running run writes a report after every epoch."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -89,17 +102,24 @@ def render(output_format: str, values: dict[str, Any]) -> str:
     )
     functions = counted, duration, number, markdown.fenced, markdown.one_line, markdown.script
     environment.filters |= {function.__name__: function for function in functions}
-    text = environment.get_template("report.j2").render(values, format=output_format)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return environment
 
 
 # ---- what the template shows ----------------------------------------------------------------------
 
 
-def content(outcome: Outcome, answers: Answers | None = None) -> dict[str, Any]:
-    """The values of the template, except for its pictures, examples and commands."""
+def content(
+    outcome: Outcome, answers: Answers | None = None, *, may_run: bool = False
+) -> dict[str, Any]:
+    """The values of the template, except for its pictures, examples and commands.
+
+    `may_run`: whether an unfinished run may be running.
+    """
     history, run = outcome.history, outcome.history.run
     head, basis, tone = headline(outcome)
+    if may_run and history.status == "unfinished":
+        head = f"Not finished: {history.num_done} of {counted(run.epochs, 'epoch')} done"
+        basis = basis.replace("It is not finished; the", "If the run has stopped, the", 1)
     if answers and answers.collapsed and tone == "good":
         tone = "unsure"
     phases = [(PHASE_NAMES[k], s) for k, s in history.phases.items() if s >= SHORTEST_S]

@@ -1,7 +1,8 @@
-"""Metrics files and the reward plot, refreshed during the run.
+"""Metrics files, the reward plot and the report, refreshed during the run.
 
 In:   the run's events.jsonl
-Out:  the metrics files and reward_plot.png in output_dir, as of the newest event
+Out:  the metrics files and reward_plot.png in output_dir, as of the newest event; a brief report
+      after every epoch and validation, which is there if the run is killed
 
 Each refresh reads only the events appended since the last one. A thread writes the files, one
 refresh at a time. A plot takes half a second, and its thread shares the interpreter with the
@@ -34,6 +35,8 @@ class Files:
         self._writing: asyncio.Task[None] | None = None
         self._stale = False
         self._plotted, self._next_plot = True, time.monotonic() + PLOT_S
+        self._reported = 0
+        """Epochs and validations that the report includes."""
 
     def refresh(self) -> None:
         """Schedule writing the files; returns immediately."""
@@ -66,6 +69,18 @@ class Files:
         for event in self._reader.read():
             self.history.add(event)
         write(self.history, self.output_dir, picture=picture)
+        ended = len(self.history.done) + len(self.history.validations)
+        if ended > self._reported:
+            self._reported = ended
+            self._report()
+
+    def _report(self) -> None:
+        from hone.report import report  # imported here: most programs write none
+
+        try:
+            report.write(self.events.path.parent, brief=True, history=self.history)
+        except Exception as error:  # a mistake in a report must not end a training run
+            log.warning("The report could not be written: %s", error, exc_info=error)
 
 
 def write(history: History, output_dir: Path, *, picture: bool) -> None:
