@@ -75,6 +75,39 @@ def test_an_error_without_words_is_named_by_its_class(
     assert last == f"epoch 1 of run {command.run_id}: KeyError: 'reward'"
 
 
+COLLAPSES = """
+from pathlib import Path
+
+SEEN = Path(__file__).with_name("seen")
+
+def run(input: str) -> str:
+    with SEEN.open("a") as file:
+        file.write("x")
+    return input if SEEN.stat().st_size <= 6 else "no"
+
+def score(item):
+    return float(item.output_obj == "no" and item.id in "abcd")
+"""
+
+
+def test_the_console_names_a_model_that_answers_everything_alike(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    """The first validation answers six questions in six ways, the last one all of them with `no`."""
+    (command.directory / "agent.py").write_text(COLLAPSES)
+    rows = [{"id": name, "question": f"Is {name} odd?"} for name in "abcdef"]
+    (command.directory / "val.json").write_text(json.dumps(rows))
+    assert command(validation_dataset=Path("val.json")) == 0
+    warnings = [r.message for r in caplog.records if "the same answer" in r.message]
+    # `no` is right for four of six.
+    assert [message.split(". ")[0] for message in warnings] == [
+        "The trained model gives every example the same answer, 'no', and 2 of these 6 answers have "
+        "a low reward"
+    ]
+    answers = json.loads((command.out / "report.json").read_text())["answers"]
+    assert (answers["before"], answers["after"], answers["warning"]) == (6, 1, warnings[0])
+
+
 def test_no_file_holds_a_secret(command: Command):
     command()
     effective = yaml.safe_load((command.out / "config_effective.yml").read_text())
