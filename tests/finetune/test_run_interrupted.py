@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ def test_ctrl_c_leaves_a_report_and_the_command_that_goes_on(
     text = (command.out / "report.md").read_text()
     assert text.startswith("# The run was interrupted after 1 of 2 epochs\n\nIt is not finished;")
     assert "](reward_plot.png)" in text and len(plots) == 1
-    assert "\nhone finetune --config_file=train.yml\n" in text.split("## Resume the run")[1]
+    # In the run's own directory, and without --fresh.
+    resume = text.split("## Resume the run")[1].splitlines()[4]
+    assert resume.startswith(f"cd {shlex.quote(str(Path.cwd()))} && ")
+    assert resume.endswith("hone finetune --config_file=train.yml")
     Parts.builder.reward, Parts.adapter.hangs = rising, False
     assert command(validation_dataset=Path("val.json")) == 0
     assert json.loads((command.out / "report.json").read_text())["status"] == "completed"
