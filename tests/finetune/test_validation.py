@@ -287,6 +287,24 @@ async def test_the_first_and_the_chosen_step_answer_side_by_side_at_the_end(chos
     }
 
 
+async def test_an_outage_during_the_comparison_hits_both_policies(chosen: Bench):
+    """The eighth to the nineteenth of forty answers are wrong, whoever gives them."""
+    compared: list[str] = []
+
+    def answer(input: str) -> str:
+        if Recording.steps[-1][1] is None:
+            return str(0.1 * chosen.adapter.step)
+        compared.append(input)
+        return "0" if 8 <= len(compared) <= 19 else "1"
+
+    chosen.validation = recording("abcdefghijklmnopqrst", chosen, answer=answer)
+    await chosen.run(1)
+    before, after = result_of(chosen).rewards
+    # Pairs 4 and 10 are hit on one side only, at the ends of the outage; 5 to 9 on both.
+    assert sum(before[id] != after[id] for id in before) == 2
+    assert sum(before[id] == after[id] == [0.0] for id in before) == 5
+
+
 async def test_the_order_is_drawn_for_each_repetition_and_depends_on_the_seed(chosen: Bench):
     orders = []
     for seed in (1, 2, 1):

@@ -138,6 +138,7 @@ class ARTTrainer(Trainer):
         await self._validate(len(statuses))
         if self.validation is not None:
             await self._validator.compare()
+            self._files.refresh()
         await self._adapter.close_run(self.journal.run_id)
         return statuses
 
