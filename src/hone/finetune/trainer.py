@@ -8,6 +8,7 @@ Out:  one TrainingJobStatus per epoch; everything else is in events.jsonl
       _epoch                    one epoch: its rounds; one round unless `groups_per_step` is set
         run_epoch                 collect -> select -> journal -> submit
         _wait                     until the job has ended and its step is served
+      compare                   at the end: the first step and the best answer side by side
 
 The trainer keeps no state: resume.py derives what is done from the run's events, whether this process
 or a killed one wrote them. A submission is in the journal, with its idempotency key, before it is sent.
@@ -138,6 +139,7 @@ class ARTTrainer(Trainer):
         await self._validate(len(statuses))
         if self.validation is not None:
             await self._validator.compare()
+            await self._validator.send()  # its answers may have lowered the reward of failures
             self._files.refresh()
         await self._adapter.close_run(self.journal.run_id)
         return statuses
