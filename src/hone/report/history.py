@@ -160,7 +160,7 @@ class Validation:
             for example, n in failed.items():
                 rewards.setdefault(example, []).extend([reward] * n)
         counted = [r for all_ in rewards.values() for r in all_]
-        attempts = _attempts(result, reward if dropped else None)
+        attempts = _attempts(result, failure_reward)
         mean, low, high = result.avg_reward, result.min_reward, result.max_reward
         if failed and counted and not result.error:
             mean, low, high = fmean(counted), min(counted), max(counted)
@@ -199,7 +199,7 @@ class Validation:
 
 
 def _attempts(
-    result: ValidationResult, failure_reward: float | None
+    result: ValidationResult, failure_reward: float
 ) -> dict[tuple[str, int], float | None]:
     """`failure_reward`: reward of a policy failure whose reward is null in the event."""
     attempts: dict[tuple[str, int], float | None] = {}
@@ -209,7 +209,7 @@ def _attempts(
         for repetition, reward in enumerate(rewards):
             if reward is not None or repetition in lost:
                 attempts[example, repetition] = reward
-            elif failed and failure_reward is not None and repetition not in unanswered:
+            elif failed and repetition not in unanswered:
                 failed -= 1
                 attempts[example, repetition] = failure_reward
     return attempts
