@@ -158,9 +158,9 @@ def test_eval_prints_a_summary():
     # AB and EF of four are right; without regard to case so is CD.
     table = rows_of("\n".join(lines[start + 3 :]))
     assert table == [
-        ["Evaluator", "Avg", "Score", "Failures", "Output", "File"],
-        ["right", "0.5000", "0", "out/right_output.json"],
-        ["near", "0.7500", "0", "out/near_output.json"],
+        ["Evaluator", "Avg", "Score", "Failures", "By", "The", "Model", "Output", "File"],
+        ["right", "0.5000", "0", "0", "out/right_output.json"],
+        ["near", "0.7500", "0", "0", "out/near_output.json"],
     ]
 
 

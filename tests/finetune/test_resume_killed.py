@@ -151,7 +151,13 @@ def counting(monkeypatch: pytest.MonkeyPatch, last: int | None) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stub_pictures(monkeypatch)
+
+
+def _stub_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, plot and report are written in a thread, where a kill would reach nobody."""
     monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
+    monkeypatch.setattr("hone.report.writer.Files._report", lambda files: None)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -167,7 +173,7 @@ def test_killed_after_any_write_it_comes_to_the_same_end(
 
     for last in range(1, writes[0] + 1):
         monkeypatch.undo()
-        monkeypatch.setattr("hone.report.writer.write", lambda events, output_dir, picture: None)
+        _stub_pictures(monkeypatch)
         world = World(tmp_path / f"killed-{last}", keys)
         counting(monkeypatch, last)
         with pytest.raises(Killed):

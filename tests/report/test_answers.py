@@ -102,7 +102,7 @@ def test_the_report_says_it_beside_the_headline(tmp_path: Path):
     lines = [(record(f"val-{i}", 0.0, {"said": i}), f"Is {i} odd?") for i in range(12)]
     before = [json.loads(line) | {"input": ask} for line, ask in lines]
     after = [one | {"output": "no", "reward": float(i < 8)} for i, one in enumerate(before)]
-    for name, written in (("validation_000", before), ("validation_002", after)):
+    for name, written in (("final_000", before), ("final_002", after)):
         text = "".join(json.dumps(one) + "\n" for one in written)
         (folder / f"{name}.jsonl").write_text(text)
     numbers = report.write(tmp_path, brief=True)

@@ -16,6 +16,8 @@ import hone
 from hone.report import report
 from hone.report.funnel import FAILURES, REASONS, Funnel, explain
 from hone.report.history import History
+from hone.rollout_record import EVALUATOR
+from hone.workflow.outside import LISTED
 
 SOURCE = Path(hone.__file__).parent
 
@@ -154,11 +156,15 @@ def test_the_tables_of_a_report(tmp_path: Path):
 
 RETURNED = {
     ("calls", "_not_trained"): "dropped",
-    ("failure", "_kind"): "failure",
-    ("failure", "_outside_reason"): "failure",
+    ("failure", "_cause"): "failure",
+    ("failure", "_missing_answer"): "failure",
+    ("outside", "reason_of"): "failure",
+    ("outside", "_network_reason"): "failure",
+    ("outside", "_machine_reason"): "failure",
+    ("outside", "outside_in"): "failure",
 }
 """Functions that return a reason."""
-OTHER = {"policy", "infrastructure", "length", "reason"}
+OTHER = {"agent", "outside", "policy", "infrastructure", "length", "reason", "Timeout"}
 """Words beside a reason: kinds of failures, a value that is compared, a key that is read."""
 
 
@@ -174,9 +180,9 @@ def reasons(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             for key in node.keywords:
-                if key.arg == "reason" and re.search("Fail|Timeout|failure", name):
+                if key.arg == "reason" and re.search("Crash|Fail|Timeout|failure", name):
                     yield from (("failure", text) for text in strings(key.value))
-            places = {"RolloutFailure": 1, "_failed": 1, "failure_record": 1}
+            places = {"RolloutFailure": 1, "of": 1, "failure_record": 1}
             if name in places and len(node.args) > places[name]:
                 yield from (("failure", text) for text in strings(node.args[places[name]]))
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -195,6 +201,7 @@ def test_every_reason_that_the_code_gives_is_explained():
     files += [SOURCE / "finetune" / f"{name}.py" for name in ("builder", "records", "rerender")]
     files += [SOURCE / "finetune" / f"{name}.py" for name in ("calls", "curriculum")]
     given = {one for file in files for one in reasons(file)}
+    given |= {("failure", EVALUATOR), ("failure", LISTED)}
     # These are counted by keyword.
     given |= {("dropped", name) for name in ("abandoned", "unrecorded", "no_calls", "no_reward")}
     failures = {text for kind, text in given if kind == "failure"} - OTHER

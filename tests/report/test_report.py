@@ -317,7 +317,8 @@ def test_what_was_left_out_is_counted(tmp_path: Path):
         f"| before the job | {limit} | {limit / len(rollouts):.1%} |"
     ) in text
     # A reason is named once, whatever its place in the events.
-    assert text.count("token_limit") == 1 and "policy: " not in text.split("## Left out")[1]
+    below = text.split("## Left out")[1]
+    assert below.count("token_limit") == 1 and "policy: " not in below
 
 
 # ---- of a run that was interrupted ----------------------------------------------------------------
@@ -472,7 +473,7 @@ def test_a_failed_example_shows_what_the_model_answered(tmp_path: Path):
     assert example.before.failure == "policy: unparseable: line 1: no JSON"
     assert example.before.reward == -1.0
     tell(Story(epochs=2, interval=2, examples=4, held_out=3), tmp_path)
-    for name, file in (("validation_000", before), ("validation_002", after)):
+    for name, file in (("final_000", before), ("final_002", after)):
         shutil.copy(file, tmp_path / "trajectories" / f"{name}.jsonl")
     report.write(tmp_path, brief=True)
     failed = "failed (policy: unparseable: line 1: no JSON); the model answered:"

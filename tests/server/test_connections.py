@@ -204,6 +204,7 @@ def test_connections_leave_descriptors_for_files() -> None:
     assert (max_connections(1024, 2), max_connections(100, 1)) == (384, 50)
 
 
+@pytest.mark.e2e
 def test_more_connections_than_the_soft_limit_of_descriptors(tmp_path: Path) -> None:
     """The limit is raised at the start; before, accept failed with a traceback once a second."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from fastapi import FastAPI, Request
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 from tests.workflow.rollouts import ASK, ran, why
@@ -24,7 +23,7 @@ from hone.server import listen
 from hone.workflow.llm import LLM
 from hone.workflow.run import RolloutResult, run_rollout
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 """Much longer than a call takes, and shorter than a pause."""
 
 PROGRAM = """
@@ -78,9 +77,9 @@ Pause = Callable[..., Paused]
 @pytest.fixture
 def pause(make_server: MakeServer, tiny_model: Path) -> Pause:
     server = make_server()
-    body = {"model": str(tiny_model), "messages": ASK}
-    url = f"{server.openai_url}/chat/completions"
-    assert httpx.post(url, json=body, timeout=PATIENCE_S).status_code == 200  # the engine is loaded
+    # Loads the engine, and what openai's client imports at its first request: both take seconds.
+    with OpenAI(base_url=server.openai_url, api_key="none", timeout=PATIENCE_S) as client:
+        client.chat.completions.create(model=str(tiny_model), messages=ASK)
     return lambda **more: Paused(server, str(tiny_model), **more)
 
 

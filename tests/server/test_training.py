@@ -39,6 +39,7 @@ async def test_a_model_is_registered_once(open_api: Open):
         "advertised_url": None,
         "inference_name": "agent",
         "not_applicable": ["gpu_memory_utilization"],
+        "concurrency": 64,
         "created_at": first.created_at,
     }
     assert await api.ask("GET", AGENT) == first.model_dump()

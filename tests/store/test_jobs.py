@@ -169,7 +169,7 @@ def test_the_events_of_an_end_say_what_came_of_it(queue, agent):
     assert queue.events(done.id)[-1].data == expected
     failed = reach(queue, add(queue, agent), "running")
     queue.move(failed.id, "failed", failure=NO_FAILURE)
-    expected = {"failure": {"type": "X", "message": "y", "traceback": ""}}
+    expected = {"failure": {"type": "X", "message": "y", "traceback": "", "place": ""}}
     assert queue.events(failed.id)[-1].data == expected
     assert queue.get(failed.id).failure == NO_FAILURE
 

@@ -29,6 +29,7 @@ FAILURES = {
     "not_started": "the agent's program could not be started",
     "output_too_large": "the agent returned more output than allowed",
     "policy": "the agent reported a failure of the model",
+    "resources": "the machine ran out of memory, disk space or file descriptors",
     "server_error": "a server answered that it is overloaded or broken",
     "step_limit": "the agent reached its limit of steps",
     "timeout": "the rollout, or a request in it, took too long",
@@ -146,19 +147,18 @@ class Funnel:
 
     def _add_failures(self, r: Round) -> None:
         """Failures of the model in this round, without those that were dropped."""
-        dropped = Counter((r.collected and r.collected.dropped) or {})
-        rewards: dict[str, list[float]] = {}
-        for place, why in r.failures.items():
-            kind, _, reason = why.partition(": ")
-            given = r.collected and r.collected.failure_reward
-            reward = r.rewards.get(place) if given is None else given
-            if kind == "policy" and reward is not None:
-                rewards.setdefault(reason, []).append(reward)
-        for reason, values in rewards.items():
-            n = len(values) - dropped[f"policy/{reason}"]
-            if n > 0:
-                self.failures[reason] += n
-                known = [*self.failure_rewards.get(reason, ()), *values]
+        if r.collected is None or (reward := r.collected.failure_reward) is None:
+            return  # none is trained
+        dropped = Counter(r.collected.dropped or {})
+        reasons = Counter(
+            reason
+            for kind, _, reason in (why.partition(": ") for why in r.failures.values())
+            if kind == "policy"
+        )
+        for reason, n in reasons.items():
+            if (trained := n - dropped[f"policy/{reason}"]) > 0:
+                self.failures[reason] += trained
+                known = [*self.failure_rewards.get(reason, ()), reward]
                 self.failure_rewards[reason] = [min(known), max(known)]
 
     # ---- as text --------------------------------------------------------------------------
