@@ -168,7 +168,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     assert json.loads((finetune.output / "report.json").read_text())["status"] == "unfinished"
     text = (finetune.output / "report.md").read_text()
     assert text.startswith("# The run was interrupted after ")
-    assert f"\nhone finetune {' '.join(finetune.arguments)}\n" in text
+    assert f"/hone finetune {' '.join(finetune.arguments)}\n" in text
     assert finetune.run() == 0, finetune.outputs[-1]
     report = json.loads((finetune.output / "report.json").read_text())
     assert (report["status"], report["epochs"]) == ("completed", 3)

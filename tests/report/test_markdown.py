@@ -65,6 +65,14 @@ def test_a_paragraph_is_its_text(text: str):
     assert "".join(token.content for token in inline(tokens)) == text.strip()
 
 
+def test_parts_of_a_sentence_keep_their_spaces():
+    # A list that a template joins with ", ".
+    assert (
+        "".join(map(escape, ("4 forked", ", ", "2 [rewritten]"))) == "4 forked, 2 \\[rewritten\\]"
+    )
+    assert escape(" (a table's share)") == " (a table's share)" and escape(" ").strip() == ""
+
+
 def test_lines_stay_lines_of_one_paragraph():
     text = "\n\n".join(HOSTILE)
     tokens = parsed(str(escape(text)))

@@ -332,9 +332,11 @@ class Run:
 
     def _why_untrained(self) -> str | None:
         """Why no job of the run changed the model; None if one did."""
-        jobs = self.state.history.jobs
+        jobs, rounds = self.state.history.jobs, self.state.history.rounds
         if not jobs:
-            return "the curriculum left no group to train on"
+            # A plugin's trainer may write neither.
+            selected = any(r.metrics.get("filtered_trajectories") for r in rounds)
+            return "the curriculum left no group to train on" if rounds and not selected else None
         reasons = Counter(job.reason for job in jobs)
         [(reason, count), *_] = reasons.most_common()
         if not all(reasons):

@@ -28,8 +28,9 @@ def escape(value: Any) -> Markup:
         return value
     # Indented lines would be code, and blank ones would end the paragraph.
     lines = [line.strip() for line in text.splitlines()]
-    space = " " if text.startswith(" ") else ""  # a part of a sentence
-    return Markup(space + "\n".join(_line(line) for line in lines if line))
+    # Parts of a sentence, such as ", ", keep the spaces around them.
+    before, after = (" " if end == " " else "" for end in (text[:1], text[-1:]))
+    return Markup(before + "\n".join(_line(line) for line in lines if line) + after)
 
 
 def _line(line: str) -> str:
