@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from importlib.metadata import distribution, version
 from pathlib import Path
 
@@ -33,6 +34,7 @@ STACKS = {"ray", "trl", "unsloth", "vllm"}
 """Systems that bring their own versions of torch and transformers."""
 
 
+@cache
 def imported() -> Counter[str]:
     """Top-level packages that hone imports anywhere, also inside functions."""
     packages: Counter[str] = Counter()
@@ -79,6 +81,7 @@ def test_what_they_need_in_turn_is_pinned_too():
     assert len(here) > len({*CORE, *SERVER, *DEV})
 
 
+@pytest.mark.e2e
 def test_both_halves_load_in_one_process_and_need_no_variable():
     modules = "hone.cli, hone.finetune.run, hone.server.run, hone.learner.learner"
     code = f"import {modules}, sys; print(*sys.modules)"

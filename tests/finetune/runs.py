@@ -88,12 +88,15 @@ def tell(story: Story, directory: Path) -> list[Line]:
     (directory / "trajectories").mkdir(parents=True, exist_ok=True)
     with (directory / "events.jsonl").open("w") as file:
         file.writelines(json.dumps(event) + "\n" for event in written)
+    records: dict[str, list[str]] = {}
     for event in written:
         if event["type"] == "rollout":
             name = {"val": "validation", "train": "epoch"}.get(event["split"], "final")
-            path = directory / "trajectories" / f"{name}_{event['epoch']:03d}.jsonl"
-            with path.open("a") as file:
-                file.write(json.dumps(_record(event)) + "\n")
+            of_file = records.setdefault(f"{name}_{event['epoch']:03d}.jsonl", [])
+            of_file.append(json.dumps(_record(event)) + "\n")
+    for name, of_file in records.items():
+        with (directory / "trajectories" / name).open("a") as file:
+            file.writelines(of_file)
     return written
 
 

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 from base64 import b64encode
+from collections.abc import Callable
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -173,11 +175,23 @@ def test_the_report_leads_with_the_answer(name: str, tmp_path: Path):
 # ---- what it holds --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a story with its report, which is drawn once."""
+
+    @cache
+    def draw(name: str) -> Path:
+        place = tmp_path_factory.mktemp(name)
+        tell(STORIES[name], place)
+        report.write(place)
+        return place
+
+    return draw
+
+
 @pytest.mark.parametrize("name", ["curriculum", "gaps", "no_validation", "unfinished"])
-def test_a_report_is_a_whole_page_without_network(name: str, tmp_path: Path):
-    tell(STORIES[name], tmp_path)
-    report.write(tmp_path)
-    text = (tmp_path / "report.html").read_text()
+def test_a_report_is_a_whole_page_without_network(name: str, drawn: Callable[[str], Path]):
+    text = (drawn(name) / "report.html").read_text()
     Balanced().feed(text)
     outside = re.findall(r"(?:src|href|srcset)=\"(?!data:)", text)
     assert not outside and "<script" not in text and "@import" not in text
@@ -295,11 +309,9 @@ def test_no_trained_step_beats_the_base_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["gaps", "no_validation"])
-def test_no_heading_stands_over_nothing(name: str, tmp_path: Path):
-    tell(STORIES[name], tmp_path)
-    report.write(tmp_path)
-    assert "<h2>Training metrics</h2>" in (tmp_path / "report.html").read_text()
-    lines = [line for line in (tmp_path / "report.md").read_text().splitlines() if line]
+def test_no_heading_stands_over_nothing(name: str, drawn: Callable[[str], Path]):
+    assert "<h2>Training metrics</h2>" in (drawn(name) / "report.html").read_text()
+    lines = [line for line in (drawn(name) / "report.md").read_text().splitlines() if line]
     headings = [i for i, line in enumerate(lines) if line.startswith("## ")]
     assert "## Training metrics" in lines and "## Where the time went" in lines
     assert all(not line.startswith("#") for i in headings for line in lines[i + 1 : i + 2])

@@ -90,7 +90,7 @@ async def test_a_full_disk_is_a_warning(
     assert [event.type for event in seen] == ["warning", "warning"]  # at the end, again
 
 
-async def test_a_round_reads_what_it_appended_over_100_epochs(
+async def test_a_round_reads_what_it_appended_over_50_epochs(
     events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Bytes read from the log and events applied per round, by everyone who follows a run."""
@@ -109,7 +109,7 @@ async def test_a_round_reads_what_it_appended_over_100_epochs(
     monkeypatch.setattr(EventReader, "_appended", count_bytes)
     monkeypatch.setattr(History, "add", count_event)
     monkeypatch.setattr("hone.report.plots.reward_plot", lambda history, path: None)
-    story = Story(epochs=100, examples=3, generations=2, held_out=3, interval=1, failing=0.0)
+    story = Story(epochs=50, examples=3, generations=2, held_out=3, interval=1, failing=0.0)
     files, per_round, end = Files(events, tmp_path), [], 0
     with Display(events):
         for line in lines(story):
@@ -125,11 +125,11 @@ async def test_a_round_reads_what_it_appended_over_100_epochs(
                 size[0] = applied[0] = 0
     # A validation of 3 rollouts is 5 events, 6 training rollouts are 11; files and display apply
     # each of them once. The first round also has the two events of the start.
-    assert [n for _, n in per_round] == [2 * 18] + [2 * 16] * 99
-    early, late = ([n for n, _ in rounds] for rounds in (per_round[1:50], per_round[50:]))
+    assert [n for _, n in per_round] == [2 * 18] + [2 * 16] * 49
+    early, late = ([n for n, _ in rounds] for rounds in (per_round[1:25], per_round[25:]))
     assert max(late) < 1.05 * max(early)
     written = (tmp_path / "training_metrics.jsonl").read_text().splitlines()
-    assert len(written) == 100
+    assert len(written) == 50
 
 
 async def test_a_report_is_there_after_every_epoch(
