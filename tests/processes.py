@@ -11,6 +11,7 @@ A test may start a short program that works for it alone: an agent's command, a 
 a `python -c`. Such a program is what hone itself starts; a test without it would test something
 else. It listens on no port and ends with the test. Where its start takes seconds (a learner loads
 torch), or a kill is the subject, the test is e2e all the same, for the sake of `make test`'s time.
+So is a test that runs torch's compiler for seconds.
 """
 
 import os

@@ -237,6 +237,7 @@ async def run(input):  # a thread that a daemon starts is one too
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("input", ["wait", "idle pool"])
 def test_a_command_ends_without_threads_that_its_workflow_left(tmp_path: Path, input: str):
     (tmp_path / "agent.py").write_text(LEAVES)
@@ -263,6 +264,7 @@ def test_every_exit_status_is_explained():
         assert f"| {status} | {meaning} |\n" in page
 
 
+@pytest.mark.e2e
 def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):
     def hone_models(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -49,6 +49,7 @@ print(json.loads(ask(talk, max_tokens=4).read())["choices"][0]["message"]["conte
 """
 
 
+@pytest.mark.e2e
 async def test_no_call_crosses_rollouts_although_a_third_of_the_agents_is_killed(
     rehearsal: Rehearsal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

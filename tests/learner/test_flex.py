@@ -64,6 +64,7 @@ def test_no_visible_pair_lies_outside_the_blocks(seed, window, monkeypatch):
     assert torch.equal(mask.mask_mod(zero, zero, query, key), expected)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_fifty_ragged_jobs_compile_nothing(monkeypatch):
     """After one row of each padded length, with and without an adapter. Both layers share the code.

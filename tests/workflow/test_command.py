@@ -484,6 +484,7 @@ async def test_a_rollout_that_is_cancelled_while_files_are_copied_leaves_none(
     assert list(nothing_is_left.iterdir()) == []
 
 
+@pytest.mark.e2e
 @linux_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_nothing_outlives_a_hone_that_is_stopped(
