@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import anthropic
+import httpcore
 import httpx
 import httpx2
 import openai
@@ -474,6 +475,27 @@ class Unraisable(Exception):
         raise RuntimeError("no status")
 
 
+class Hostile(Exception):
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class HostileMapping(dict[str, Any]):
+    def get(self, *_: Any) -> Any:
+        raise RuntimeError("no item")
+
+
+class HostileBody(Exception):
+    @property
+    def body(self) -> Any:
+        raise RuntimeError("no body")
+
+
+HostileBody.__name__ = "APIStatusError"
+
 OUTSIDE, POLICY = "infrastructure", "policy"
 A, B = KeyError("square"), ValueError("x")
 TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
@@ -562,6 +584,18 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (named("TimeoutError", "redis.exceptions"), ANSWERED, (OUTSIDE, "timeout")),
     (named("TimeoutError", "playwright._impl._errors"), ANSWERED, (POLICY, "agent_error")),
     (named("RateLimitError", "a_new_sdk"), ANSWERED, (OUTSIDE, "server_error")),
+    # A server that answered: the page, the query or the message was the model's.
+    (named("HTTPClientError", "tornado.httpclient", code=404), ANSWERED, (POLICY, "agent_error")),
+    (named("HTTPClientError", "tornado.httpclient", code=599), ANSWERED, (OUTSIDE, "server_error")),
+    (named("HTTPClientError", "botocore.exceptions"), ANSWERED, (OUTSIDE, "connection")),
+    (named("TransportQueryError", "gql", type("TransportError", (Exception,), {})), ANSWERED, (POLICY, "agent_error")),
+    (named("BadRequest", "telegram", type("NetworkError", (Exception,), {})), ANSWERED, (POLICY, "agent_error")),
+    (httpcore.ReadError("x"), ANSWERED, (OUTSIDE, "connection")),
+    # An exception whose attributes raise when they are read.
+    (named("Odd", status_code=Hostile()), ANSWERED, (POLICY, "agent_error")),
+    (named("Odd", response=HostileMapping(a=1)), ANSWERED, (POLICY, "agent_error")),
+    (TimeoutError(Hostile()), ANSWERED, (POLICY, "timeout")),
+    (HostileBody("x"), ANSWERED, (POLICY, "agent_error")),
     # Timeouts: of a socket, and of the agent around its own work.
     (network_timeout(), ANSWERED, (OUTSIDE, "timeout")),
     (TimeoutError(errno.ETIMEDOUT, "x"), ANSWERED, (OUTSIDE, "timeout")),
@@ -617,14 +651,6 @@ def test_whose_failure_it_is(
 ):
     failure = raised(error, calls)
     assert (failure.kind, failure.reason) == expected
-
-
-class Hostile(Exception):
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 async def test_an_exception_that_raises_when_it_is_read_is_data_too():

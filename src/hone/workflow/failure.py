@@ -206,9 +206,12 @@ def _is_too_long(error: BaseException) -> bool:
         return True
     if "APIStatusError" not in names:
         return False
-    body = getattr(error, "body", None)
+    try:
+        body, code = getattr(error, "body", None), getattr(error, "code", None)
+    except Exception:  # noqa: BLE001  # a user's exception may raise anything
+        return False
     inner = body.get("error") if isinstance(body, dict) else None
-    code = getattr(error, "code", None) or (inner.get("code") if isinstance(inner, dict) else None)
+    code = code or (inner.get("code") if isinstance(inner, dict) else None)
     return code == "context_length_exceeded"
 
 

@@ -63,7 +63,6 @@ _NETWORK = frozenset(
         "HTTPClientError",
         "IncompleteRead",
         "MaxRetryError",
-        "NetworkError",
         "NetworkTimeout",
         "PoolTimeout",
         "ReadTimeout",
@@ -73,7 +72,6 @@ _NETWORK = frozenset(
         "ServerDisconnectedError",
         "ServerSelectionTimeoutError",
         "ServerTimeoutError",
-        "TransportError",
         "WriteTimeout",
         "gaierror",
         "herror",
@@ -84,8 +82,10 @@ _SSL = frozenset({"SSLError", "SSLCertVerificationError", "SSLEOFError", "SSLZer
 _OF_LIBRARY = {
     "requests": {"Timeout", "ChunkedEncodingError", "RetryError"},
     "urllib3": {"TimeoutError", "ProtocolError", "ProxyError"},
-    "httpcore": {"TimeoutException", "ProtocolError"},
-    "httpcore2": {"TimeoutException", "ProtocolError"},
+    "httpx": {"TransportError"},
+    "httpx2": {"TransportError"},
+    "httpcore": {"TimeoutException", "ProtocolError", "NetworkError"},
+    "httpcore2": {"TimeoutException", "ProtocolError", "NetworkError"},
     "redis": {"TimeoutError", "BusyLoadingError"},
 }
 """Classes with names that other libraries use for other things."""
@@ -176,6 +176,13 @@ def outside_reason(error: BaseException, listed: Collection[str] = ()) -> str | 
 
 def reason_of(error: BaseException, listed: Collection[str] = ()) -> str | None:
     """The same for one error, without those that caused it."""
+    try:
+        return _reason(error, listed)
+    except Exception:  # noqa: BLE001  # it reads attributes, and a user's exception may raise anything
+        return None
+
+
+def _reason(error: BaseException, listed: Collection[str]) -> str | None:
     if is_listed(error, listed):
         return LISTED
     if isinstance(error, AgentFailed):
@@ -188,8 +195,8 @@ def reason_of(error: BaseException, listed: Collection[str] = ()) -> str | None:
     if isinstance(error, ServerError) or _is_refusal(error):
         return "server_error"
     names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _REQUEST:
-        return None
+    if names & _REQUEST or any(400 <= status < 500 for status in _statuses(error)):
+        return None  # a server answered; libraries derive this from their network errors, too
     return _network_reason(error, names) or _machine_reason(error, names)
 
 
