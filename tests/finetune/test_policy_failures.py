@@ -12,7 +12,7 @@ import pytest
 from tests.finetune.trainers import Bench
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
-from hone.errors import ConfigError, PolicyFailure
+from hone.errors import AgentCrashed, ConfigError, PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.evaluators import ExactMatch
 from hone.evaluation.judge import LlmJudge
@@ -31,6 +31,7 @@ COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 LOGPROBS = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52], "top_logprobs": []}]}
 VALUES = {"right": "1", "wrong": "0", "bad": "-0.5"}
 """What an answer of the model is worth; the others are malformed."""
+BODY = "Internal Server Error"
 
 
 class Policy(Endpoint):
@@ -526,13 +527,33 @@ async def test_an_evaluator_that_crashes_at_one_line_stops_the_run_too(bench: Be
         assert "KeyError: 'hm'" in str(status.message)
 
 
-@pytest.mark.parametrize("agent", [parsing, fails])
-async def test_what_training_can_mend_is_a_warning_that_names_the_line(bench: Bench, agent: Agent):
+class Parsing(Reward):
+    """Expects JSON, or says that the model failed."""
+
+    def __init__(self, read: Agent) -> None:
+        self.read = read
+
+    async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+        return EvalOutputItem(id=item.id, score=float(await self.read(item.output_obj)))
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward"),
+    [
+        (parsing, Reward()),
+        (fails, Reward()),
+        (lenient, Parsing(parsing)),
+        (lenient, Parsing(fails)),
+    ],
+)
+async def test_what_training_can_mend_is_a_warning_that_names_the_line(
+    bench: Bench, agent: Agent, reward: Reward
+):
     def answer(question: str) -> str:
         return "hm" if number(question) < 3 else "right"
 
     async with trained(bench, answer) as run:
-        run.agent = agent
+        run.agent, run.reward = agent, reward
         run.train(4)
         [status] = await bench.run(1)
         assert status.status is COMPLETED
@@ -542,6 +563,28 @@ async def test_what_training_can_mend_is_a_warning_that_names_the_line(bench: Be
         assert "epoch 1: 6 of 8 rollouts failed because of the model" in message
         assert "They count with the run's lowest reward" in message
         assert f"at {__file__}:" in message and "6 of them failed with" in message
+
+
+async def test_a_service_that_names_no_line_does_not_stop_the_run(bench: Bench):
+    """`500 Internal Server Error` hides the exception and its line."""
+
+    async def served(text: str) -> str:
+        if text not in VALUES:
+            raise AgentCrashed("POST http://a answered with status 500", details=BODY)
+        return VALUES[text]
+
+    def answer(question: str) -> str:
+        return "hm" if number(question) < 3 else "right"
+
+    async with trained(bench, answer) as run:
+        run.agent = served
+        run.train(4)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert {r.failure.place for r in run.records() if r.failure} == {BODY}
+        [warning] = bench.events("warning")
+        assert "6 of 8 rollouts failed because of the model (agent_error: 6)" in warning["message"]
+        assert f"at {BODY}" not in warning["message"]
 
 
 async def test_three_crashes_in_a_small_round_may_be_chance(bench: Bench):

@@ -257,6 +257,17 @@ TRACEBACK = r'Traceback (most recent call last):\n  File "agent.py", line 7\n'
         ("exit 4", {"infrastructure_exit_codes": [3]}, ("policy", "exit_status")),
         (f"printf '{TRACEBACK}KeyError: 1' >&2; exit 1", {}, ("policy", "exit_status")),
         (
+            f"printf '{TRACEBACK}json.decoder.JSONDecodeError: Expecting value' >&2; exit 1",
+            {},
+            ("policy", "unparseable"),
+        ),
+        (
+            "echo 'SyntaxError: Unexpected token h in JSON at position 0' >&2; exit 1",
+            {},
+            ("policy", "unparseable"),
+        ),
+        ("echo 'SyntaxError: missing )' >&2; exit 1", {}, ("policy", "exit_status")),
+        (
             f"printf '{TRACEBACK}openai.RateLimitError: Error code: 429' >&2; exit 1",
             {},
             ("infrastructure", "server_error"),

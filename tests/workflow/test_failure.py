@@ -635,6 +635,8 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (KeyError("x"), (YES, unanswered(status=None, error="CancelledError")), (POLICY, "agent_error")),
     # What cannot be read.
     (json.JSONDecodeError("x", "", 0), ANSWERED, (POLICY, "unparseable")),
+    (chained(KeyError("x"), ValueError("y"), json.JSONDecodeError("x", "", 0)), ANSWERED, (POLICY, "unparseable")),
+    (handled(KeyError("x"), json.JSONDecodeError("x", "", 0)), ANSWERED, (POLICY, "agent_error")),
     (json.JSONDecodeError("x", "", 0), (CUT_SHORT,), (POLICY, "token_limit")),
     (json.JSONDecodeError("x", "", 0), (), (OUTSIDE, "agent_error")),
     (chained(json.JSONDecodeError("x", "", 0), of_openai(503)), ANSWERED, (OUTSIDE, "server_error")),

@@ -16,6 +16,7 @@ equal rewards is compared with the other groups.
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,12 @@ that fails in 40% of its rollouts fails in both of two in one round of six."""
 CRASHES = frozenset({"agent_error", "exit_status", EVALUATOR})
 """Reasons of failures by any exception of the agent or of the evaluator. Other reasons say what was
 wrong with an answer, such as that it could not be parsed or was too long."""
+MENDED = frozenset(
+    {"JSONDecodeError", "ValidationError", "LengthFinishReasonError", "PolicyFailure"}
+)
+"""Exceptions that say what was wrong with an answer, also if the evaluator raises them."""
+_FILE_LINE = re.compile(r"(^<\w+>|\.[A-Za-z]\w*):\d+")
+"""In a place that is a line of code, not the last line of a program's output or of a response."""
 MESSAGES_SHOWN = 3
 ROUNDING = 1e-9
 """Tolerance for rounding errors: 0.5 - 0.4 < 0.1, and 0.7 x 10 > 7."""
@@ -380,9 +387,9 @@ def failed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """Policy failures by one exception at one line, if more than half of the round is; else none."""
     places: dict[tuple[str, str], list[RolloutRecord]] = {}
     for record in records:
-        if record.failure_kind == "policy" and record.failure and record.failure.place:
-            at = record.failure.type, record.failure.place
-            places.setdefault(at, []).append(record)
+        failure = record.failure
+        if failure and failure.kind == "policy" and _FILE_LINE.search(failure.place):
+            places.setdefault((failure.type, failure.place), []).append(record)
     most = max(places.values(), key=len, default=[])
     enough = len(most) >= FAILURES_AT_ONE_LINE and 2 * len(most) > len(records)
     return most if enough else []
@@ -392,7 +399,7 @@ def crashed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]
     """As `failed_at_one_line`, for exceptions that point to a bug; training can mend the others."""
     failed = failed_at_one_line(records)
     kinds = {(r.failure.reason, r.failure.type) for r in failed if r.failure}
-    mended = any(reason not in CRASHES or type == "PolicyFailure" for reason, type in kinds)
+    mended = any(reason not in CRASHES or type in MENDED for reason, type in kinds)
     return [] if mended else failed
 
 

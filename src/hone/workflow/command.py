@@ -37,7 +37,7 @@ from hone.workflow.address import (
 from hone.workflow.function import FunctionInfo, in_thread
 from hone.workflow.guard import guard, remove_tree
 from hone.workflow.llm import LLM
-from hone.workflow.outside import outside_in
+from hone.workflow.outside import is_unparseable_in, outside_in
 from hone.workflow.process import Ended, run_program
 
 _log = logging.getLogger(__name__)
@@ -232,7 +232,8 @@ class _Program:
         if ended.status in config.infrastructure_exit_codes:
             raise AgentCrashed(message, reason="exit_status", details=stderr, is_outside=True)
         number, outside = killed_by(ended.status), outside_in(stderr)
-        reason, is_outside = outside or "exit_status", outside is not None
+        status = "unparseable" if is_unparseable_in(stderr) else "exit_status"
+        reason, is_outside = outside or status, outside is not None
         if number is not None:
             message = f"{name} was killed by {_signal(number)}{last}"
             reason, is_outside = "killed", is_outside or number not in _FAULTS

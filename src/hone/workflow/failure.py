@@ -15,7 +15,7 @@ PolicyFailure or AgentFailed.
 import asyncio
 import json
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -180,7 +180,7 @@ def _cause(
         return "agent", "token_limit"
     if isinstance(error, AgentCrashed):
         return "agent", error.reason
-    if _is_unparseable(error) or _is_unparseable(error.__cause__):
+    if any(map(_is_unparseable, _raised_from(error))):
         last = next((call for call in reversed(calls) if call.choices), None)
         is_cut = last is not None and last.finish == "length"
         return "agent", "token_limit" if is_cut else "unparseable"
@@ -188,10 +188,17 @@ def _cause(
     return "agent", "timeout" if late else "agent_error"
 
 
-def _is_unparseable(error: BaseException | None) -> bool:
+def _raised_from(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that it was raised from; not those that were only being handled."""
+    one, known = error, set[int]()
+    while one is not None and id(one) not in known:
+        known.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _is_unparseable(error: BaseException) -> bool:
     """Whether the error says that text could not be parsed."""
-    if error is None:
-        return False
     parsing = isinstance(error, (json.JSONDecodeError, ValidationError))
     return parsing or _is(error, "openai", "LengthFinishReasonError")
 

@@ -375,6 +375,17 @@ def outside_in(output: str) -> str | None:
     return None
 
 
+def is_unparseable_in(output: str) -> bool:
+    """Whether a program's error output ends with an error that says that text could not be parsed."""
+    last = output.rpartition(_TRACEBACK)[2].splitlines()[-_LAST_LINES:]
+    errors = [(heading[1], heading[2] or "") for line in last if (heading := _HEADING.match(line))]
+    return any(
+        name in ("JSONDecodeError", "ValidationError", "ZodError")
+        or (name == "SyntaxError" and "JSON" in text)
+        for name, text in errors
+    )
+
+
 def _last_error(output: str) -> list[str]:
     """The lines of the last error, innermost cause first."""
     *before, last = output.split(_TRACEBACK)
