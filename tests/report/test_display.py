@@ -31,8 +31,8 @@ def test_the_state_by_hand():
     state.add(parse(rollout(0, "a", 0, 1.0, at=101.0, tokens=30)))
     state.add(parse(rollout(0, "a", 1, 0.0, at=102.0, tokens=10)))
     state.add(parse(rollout(0, "b", 0, None, at=104.0, tokens=0, failure_kind="policy")))
-    # 40 tokens in 4 s.
-    assert state.progress(104.0) == "3 of 10, reward so far 0.50, 1 failed, 10 tokens/s"
+    # 40 tokens in 4 s; the failure of the model counts as 0: (1 + 0 + 0) / 3.
+    assert state.progress(104.0) == "3 of 10, reward so far 0.33, 1 failed, 10 tokens/s"
     assert state.left_s(104.0) is None  # no epoch is over yet
     state.add(parse(collected(0, 0.5, at=105.0)))
     state.add(parse(done(110.0, 0)))
@@ -40,6 +40,25 @@ def test_the_state_by_hand():
     assert state.left_s(110.0) == 40.0
     state.add(parse(stage(110.0, 1)))
     assert state.left_s(114.0) == 36.0
+
+
+def test_failures_and_retries_are_counted_as_in_the_report():
+    state = State()
+    state.add(parse(started(100.0)))
+    state.add(parse(stage(100.0, 0)))
+    policy = {"failure_kind": "policy", "failure_reason": "evaluator", "tokens": 0}
+    state.add(parse(rollout(0, "a", 0, None, at=101.0, **policy)))
+    # The evaluator has scored nothing yet: it may be broken.
+    assert state.progress(101.0) == "1 of 10, 1 failed"
+    away = ["infrastructure: connection"] * 2
+    state.add(parse(rollout(0, "a", 1, -1.0, at=102.0, tokens=0, retried=away)))
+    # It scored one, with the lowest reward of the run, so the other failure counts as -1.
+    assert state.progress(102.0) == "2 of 10, reward so far \u22121.00, 1 failed, 2 retried"
+    outside = {"failure_kind": "infrastructure", "failure_reason": "connection", "tokens": 0}
+    state.add(parse(rollout(0, "b", 0, None, at=103.0, retried=away[:1], **outside)))
+    state.add(parse(rollout(0, "b", 1, 1.0, at=104.0, tokens=0)))
+    # (-1 - 1 + 1) / 3
+    assert state.progress(104.0) == "4 of 10, reward so far \u22120.33, 2 failed, 3 retried"
 
 
 def test_a_job_is_rows_of_steps():

@@ -29,6 +29,7 @@ from hone.progress import LINE_S, console, write
 from hone.report.history import History
 from hone.report.metrics import epoch_entry
 from hone.report.text import counted, duration, number
+from hone.rollout_record import kinds_at_close
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -56,8 +57,8 @@ class State:
     def start_stage(self, stage: str, total: int = 0, resumed: int = 0) -> None:
         """`resumed`: rollouts that an earlier session finished."""
         self.stage, self.total, self.finished = stage, total, min(resumed, total)
-        self.stage_at, self.failed, self.tokens = self.now, 0, 0
-        self.rewards: list[float] = []
+        self.stage_at, self.failed, self.retried, self.tokens = self.now, 0, 0, 0
+        self._ended: list[RolloutDone] = []
 
     def add(self, event: Event) -> None:
         self.now = event.at
@@ -73,7 +74,8 @@ class State:
                 self.finished += 1
                 self.tokens += event.tokens or 0
                 self.failed += event.failure_kind is not None
-                self.rewards += [] if event.reward is None else [event.reward]
+                self.retried += len(event.retried)
+                self._ended.append(event)
             case JobSubmitted():
                 self.start_stage("learning")
             case JobProgress():
@@ -105,6 +107,20 @@ class State:
         return max(0.0, each * (self.history.run.epochs - self.done) - spent)
 
     @property
+    def rewards(self) -> list[float]:
+        """Rewards of the stage that count; failures of the model count as in the report."""
+        ended, history = tuple(self._ended), self.history  # a copy: another thread reads it
+        kinds = kinds_at_close((one.failure_kind, one.failure_reason) for one in ended)
+        is_training = self.stage == "rollouts"
+        instead = history.training_failure_reward if is_training else history.failure_reward
+        rewards = [
+            instead if kind == "policy" and one.reward is None else one.reward
+            for one, kind in zip(ended, kinds, strict=True)
+            if kind != "infrastructure"
+        ]
+        return [reward for reward in rewards if reward is not None]
+
+    @property
     def where(self) -> str:
         if self.stage == "validation":
             return f"after {counted(self.done, 'epoch')}"
@@ -118,10 +134,12 @@ class State:
         if self.stage == "learning":
             return f"{self.finished} of {self.total} rows"
         parts = [f"{self.finished} of {self.total}"]
-        if self.rewards:
-            parts.append(f"reward so far {number(fmean(self.rewards))}")
+        if rewards := self.rewards:
+            parts.append(f"reward so far {number(fmean(rewards))}")
         if self.failed:
             parts.append(f"{self.failed} failed")
+        if self.retried:
+            parts.append(f"{self.retried} retried")
         if self.tokens and now > self.stage_at:
             parts.append(f"{self.tokens / (now - self.stage_at):,.0f} tokens/s")
         return ", ".join(parts)
