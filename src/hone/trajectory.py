@@ -246,6 +246,9 @@ def _traceback_of(error: BaseException) -> str:
 
 def _message_of(error: BaseException) -> str:
     try:
+        if isinstance(error, BaseExceptionGroup):  # its own text names none of its errors
+            first = error.exceptions[0]
+            return f"{error}: {type(first).__name__}: {_message_of(first)}"
         return str(error)
     except Exception as broken:  # noqa: BLE001  # a user's exception may raise anything
         return f"<no text: {type(broken).__name__}>"

@@ -338,14 +338,39 @@ async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_aga
         run.train(4)
         [status] = await bench.run(1)
         assert status.status is FAILED
-        assert "8 of 8 rollouts failed because of the infrastructure (evaluator: 8)" in str(
-            status.message
-        )
+        message = str(status.message)
+        assert "8 of 8 rollouts failed because of the infrastructure (evaluator: 8)" in message
+        assert f"  KeyError: 'column' ({__file__}:" in message
         run.reward.everywhere = False
         [status] = await bench.run(1)
         assert status.status is COMPLETED and set(run.ran.values()) == {4}
         assert run.history.retried == {"infrastructure: evaluator": 8}
         assert run.history.failures == {} and run.history.attempts == 16
+
+
+async def test_failures_of_a_broken_evaluator_stay_so_if_the_next_run_is_killed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """Three rollouts of the second start have a score when it is killed; the others have none yet."""
+    async with trained(bench, lambda question: "right") as run:
+        run.agent, run.reward = lenient, Broken(KeyError("column"), everywhere=True)
+        run.train(4)
+        await bench.run(1)
+        run.reward.everywhere = False
+        added, add = Counter[str](), Journal.add
+
+        def add_three(journal: Journal, record: RolloutRecord) -> None:
+            add(journal, record)
+            added.update(["rollout"])
+            if added["rollout"] == 3:
+                raise asyncio.CancelledError
+
+        with monkeypatch.context() as patched, pytest.raises(asyncio.CancelledError):
+            patched.setattr(Journal, "add", add_three)
+            await bench.run(1)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert run.sent(0) == [[1.0, 1.0]] * 4 and run.history.failures == {}
 
 
 async def test_an_evaluator_whose_configuration_says_so_is_a_service(bench: Bench):
@@ -368,6 +393,20 @@ async def test_a_function_before_the_evaluators_that_raises_follows_the_same_rul
         await bench.run(1)
         assert run.history.failures == {"policy: evaluator": 2}
         assert sorted(run.sent(0)) == [[-0.5] * 2, [-0.5] * 2, [1.0] * 2, [1.0] * 2]
+
+
+async def test_a_group_of_exceptions_names_the_first(bench: Bench):
+    async def together(text: str) -> str:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(strict(text))
+        return task.result()
+
+    async with trained(bench, mixed) as run:
+        run.agent = together
+        run.train(4)
+        await bench.run(1)
+        [failure] = {r.failure.message for r in run.records() if r.failure}
+        assert failure == "unhandled errors in a TaskGroup (1 sub-exception): KeyError: 'hm'"
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "high"])
@@ -612,6 +651,8 @@ async def test_a_validation_that_crashes_at_one_line_counts_and_warns(bench: Ben
         [before, after] = bench.events("warning")
         assert before["message"].startswith("validation after 0 epochs: 5 of 8 rollouts failed")
         assert after["message"].startswith("validation after 1 epoch: 5 of 8 rollouts failed")
+        assert "They count as failures of the model." in after["message"]
+        assert "run again" not in after["message"]
 
 
 def test_the_kinds_at_close_depend_on_what_else_was_scored():

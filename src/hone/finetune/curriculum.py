@@ -375,10 +375,13 @@ def infrastructure_error(
     failed = [r for r in records if r.failure_kind == "infrastructure"]
     if len(failed) <= allowed * len(records):
         return None
+    broken = ""
+    if any(r.failure.reason == EVALUATOR for r in failed if r.failure):
+        broken = " The evaluator counts as broken where it scores no output, or is a service."
     return (
         f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
         f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
-        f"{allowed:.0%}. Fix what failed and run the same command again: rollouts that ended well "
+        f"{allowed:.0%}.{broken} Fix what failed and run the same command again: rollouts that ended well "
         f"are kept. If the code had to change, add --fresh.\n{_last(failed)}"
     )
 
@@ -405,17 +408,34 @@ def crashed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]
 
 def crash_error(records: Sequence[RolloutRecord], *, where: str) -> str | None:
     """The error for a round of which more than half crashed at one line; None for other rounds."""
+    crash = _crash(records, where)
+    return crash and (
+        f"{crash}\n"
+        "That is a bug there, not a mistake that training can mend. Fix it and run the same command "
+        "again: these rollouts are run again, the others are kept. If the code had to change, add "
+        "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
+        "rollouts are trained on."
+    )
+
+
+def crash_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
+    """The same for a validation, which counts them as failures of the model."""
+    crash = _crash(records, where)
+    return crash and (
+        f"{crash}\n"
+        "They count as failures of the model. If that line has a bug, fix it and start a new run with "
+        "--fresh."
+    )
+
+
+def _crash(records: Sequence[RolloutRecord], where: str) -> str | None:
     failed = crashed_at_one_line(records)
     if not failed or failed[-1].failure is None:
         return None
     failure = failed[-1].failure
     return (
         f"{where}: {len(failed)} of {len(records)} rollouts failed with the same exception at the "
-        f"same line, {failure.place}: {failure.type}: {failure.message}\n"
-        "That is a bug there, not a mistake that training can mend. Fix it and run the same command "
-        "again: these rollouts are run again, the others are kept. If the code had to change, add "
-        "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
-        "rollouts are trained on."
+        f"same line, {failure.place}: {failure.type}: {failure.message}"
     )
 
 
@@ -455,9 +475,11 @@ def reasons(failed: Sequence[RolloutRecord]) -> str:
 
 
 def _last(failed: Sequence[RolloutRecord]) -> str:
-    """The last few error messages, each once."""
+    """The last few error messages with their lines, each once."""
     messages = dict.fromkeys(
-        f"  {r.failure.type}: {r.failure.message}" for r in reversed(failed) if r.failure
+        f"  {f.type}: {f.message}" + (f" ({f.place})" if _FILE_LINE.search(f.place) else "")
+        for r in reversed(failed)
+        if (f := r.failure)
     )
     return "\n".join(list(messages)[:MESSAGES_SHOWN])
 

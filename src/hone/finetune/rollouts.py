@@ -9,7 +9,7 @@ reward, which requires the whole group. Until then it is in the unscored file, s
 does not sample it again.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -132,14 +132,21 @@ class Rollouts:
     def close(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """The records after all rollouts ended: now it is known which outputs no evaluator scores."""
         closed = at_close(records)
-        self.remove_unscored(closed)
+        self.write_closed(records, closed)
         return closed
 
-    def remove_unscored(self, closed: Iterable[RolloutRecord]) -> None:
-        """Remove the file of unscored rollouts, unless one of them would be run again.
+    def write_closed(self, ended: Sequence[RolloutRecord], closed: Sequence[RolloutRecord]) -> None:
+        """Write the records that closing changed, and remove the file of unscored rollouts.
 
-        It is then compared with those that have a reward, and only this file has them whole.
+        After the evaluator is fixed, a rollout of a killed run may have a score, and the failures
+        that are not run again yet would look like failures of the model. The file of unscored
+        rollouts stays if one of them would be run again: it is then compared with those that have a
+        reward, and only this file has them whole.
         """
+        if self._journal is not None:
+            for before, record in zip(ended, closed, strict=True):
+                if record is not before:
+                    self._journal.add(record)
         again = any(record.failure_kind == "infrastructure" for record in closed)
         if self._unscored is not None and not again:
             self._unscored.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.base import TrainerAdapter
-from hone.finetune.curriculum import crash_error, infrastructure_error
+from hone.finetune.curriculum import crash_warning, infrastructure_error
 from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
 from hone.finetune.resume import RunState
@@ -96,14 +96,13 @@ class Validator:
             for side, item, rep in ordered
         )
         # Both sides are one round: an evaluator that scores only one of the policies is not broken.
-        by_place = {
-            (side, item.id, rep): record
-            for (side, item, rep), record in zip(ordered, at_close(ended), strict=True)
-        }
+        places = [(side, item.id, rep) for side, item, rep in ordered]
+        by_place = dict(zip(places, zip(ended, at_close(ended), strict=True), strict=True))
         outcomes = []
         for side, (validation, rollouts) in enumerate(zip(pair, sides, strict=True)):
-            records = [by_place[side, item.id, rep] for item, rep in self._places()]
-            rollouts.remove_unscored(records)
+            both = [by_place[side, item.id, rep] for item, rep in self._places()]
+            records = [closed for _, closed in both]
+            rollouts.write_closed([before for before, _ in both], records)
             outcomes.append(self._final_outcome(records, validation))
         seconds = time.monotonic() - started
         for validation, outcome in zip(pair, outcomes, strict=True):
@@ -166,7 +165,7 @@ class Validator:
         if isinstance(instead, str):
             scored += [self.state.history.failure_reward] * policy_failures.total()
         # A trained policy that crashes its agent is a result, so a validation only warns.
-        if crash := crash_error(records, where=where):
+        if crash := crash_warning(records, where=where):
             log.warning("%s", crash)
             self.events.append("warning", message=crash)
         error = infrastructure_error(records, where=where, allowed=allowed)
