@@ -245,14 +245,19 @@ def kinds_at_close(outcomes: Iterable[tuple[str | None, str | None]]) -> list[st
 def at_close(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """The records of a round after it closed; what the infrastructure failed is not trained."""
     recorded = [(r.failure_kind, r.failure and r.failure.reason) for r in records]
+    kinds = kinds_at_close(recorded)
+    return [
+        record if kind == record.failure_kind else not_by_policy(record)
+        for record, kind in zip(records, kinds, strict=True)
+    ]
+
+
+def not_by_policy(record: RolloutRecord) -> RolloutRecord:
+    """The record of a failed rollout that says nothing about the policy: it is run again."""
+    assert record.failure is not None, record.rollout
+    failure = record.failure.model_copy(update={"kind": "infrastructure"})
     untrained = {"reward": None, "trained_calls": None, "episode": None, "shaped_rewards": None}
-    closed = []
-    for record, kind in zip(records, kinds_at_close(recorded), strict=True):
-        if record.failure is not None and kind != record.failure.kind:
-            failure = record.failure.model_copy(update={"kind": kind})
-            record = record.model_copy(update={"failure": failure, **untrained})
-        closed.append(record)
-    return closed
+    return record.model_copy(update={"failure": failure, **untrained})
 
 
 _OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")

@@ -348,29 +348,54 @@ async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_aga
         assert run.history.failures == {} and run.history.attempts == 16
 
 
+async def kill_after_three(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is killed when three rollouts are in the journal."""
+    added, add = Counter[str](), Journal.add
+
+    def add_three(journal: Journal, record: RolloutRecord) -> None:
+        add(journal, record)
+        added.update(["rollout"])
+        if added["rollout"] == 3:
+            raise asyncio.CancelledError
+
+    with monkeypatch.context() as patched, pytest.raises(asyncio.CancelledError):
+        patched.setattr(Journal, "add", add_three)
+        await bench.run(1)
+
+
 async def test_failures_of_a_broken_evaluator_stay_so_if_the_next_run_is_killed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ):
-    """Three rollouts of the second start have a score when it is killed; the others have none yet."""
     async with trained(bench, lambda question: "right") as run:
         run.agent, run.reward = lenient, Broken(KeyError("column"), everywhere=True)
         run.train(4)
         await bench.run(1)
         run.reward.everywhere = False
-        added, add = Counter[str](), Journal.add
-
-        def add_three(journal: Journal, record: RolloutRecord) -> None:
-            add(journal, record)
-            added.update(["rollout"])
-            if added["rollout"] == 3:
-                raise asyncio.CancelledError
-
-        with monkeypatch.context() as patched, pytest.raises(asyncio.CancelledError):
-            patched.setattr(Journal, "add", add_three)
-            await bench.run(1)
+        await kill_after_three(bench, monkeypatch)
         [status] = await bench.run(1)
         assert status.status is COMPLETED
         assert run.sent(0) == [[1.0, 1.0]] * 4 and run.history.failures == {}
+
+
+async def test_crashes_at_one_line_are_run_again_if_the_next_run_is_killed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    async with trained(bench, lambda question: "right") as run:
+        tools: dict[str, int] = {}
+
+        async def crashes(text: str) -> str:
+            return VALUES[text] if tools[text] else ""
+
+        run.agent = crashes
+        run.train(3)
+        [status] = await bench.run(1)
+        assert status.status is FAILED
+        tools["right"] = 1
+        # Three of six are scored, so half of the round has still crashed, which is not more.
+        await kill_after_three(bench, monkeypatch)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert run.sent(0) == [[1.0, 1.0]] * 3 and run.history.failures == {}
 
 
 async def test_an_evaluator_whose_configuration_says_so_is_a_service(bench: Bench):

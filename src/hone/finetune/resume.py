@@ -17,7 +17,7 @@ from hone.errors import RolloutError
 from hone.evaluation.base import EvalInputItem
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
-from hone.finetune.curriculum import Curriculum, crashed_at_one_line, none_collected
+from hone.finetune.curriculum import Curriculum, none_collected
 from hone.finetune.journal import Journal
 from hone.report.history import History, Validation
 from hone.report.text import counted
@@ -193,9 +193,9 @@ def known_rollouts(
     """Rollouts of a round that are not run again, by example and generation.
 
     A rollout that can be trained is not run again. One that failed because of the model, or gave
-    nothing to train on, is kept too. If the epoch failed, two kinds are run again: rollouts that
-    crashed at one line, which stopped the run; and all that were not trained, if the whole round
-    gave nothing. The run would otherwise fail again, whatever was fixed meanwhile.
+    nothing to train on, is kept too. If the epoch failed because the whole round gave nothing, all
+    that were not trained are run again. The run would otherwise fail again, whatever was fixed
+    meanwhile.
 
     Args:
         journal: has the finished rollouts.
@@ -209,13 +209,8 @@ def known_rollouts(
     if not failed_before:
         return known
     ended = journal.records("train", epoch, round)
-    crashed = {(record.example, record.generation) for record in crashed_at_one_line(ended)}
     nothing = gave_nothing(ended, set(wanted), smallest)
-    return {
-        place: record
-        for place, record in known.items()
-        if place not in crashed and (record.is_trained or not nothing)
-    }
+    return {place: record for place, record in known.items() if record.is_trained or not nothing}
 
 
 def gave_nothing(

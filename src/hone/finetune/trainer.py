@@ -39,6 +39,7 @@ from hone.finetune.base import (
 )
 from hone.finetune.curriculum import (
     crash_error,
+    crashed_at_one_line,
     infrastructure_error,
     num_flat,
     policy_warning,
@@ -49,6 +50,7 @@ from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.writer import Files
+from hone.rollout_record import not_by_policy
 
 log = logging.getLogger("hone")
 
@@ -262,6 +264,8 @@ class ARTTrainer(Trainer):
         if error := infrastructure_error(records, where=where, allowed=allowed):
             raise RolloutError(error)
         if error := crash_error(records, where=where):
+            for record in crashed_at_one_line(records):  # the next start runs them again
+                self.journal.add(not_by_policy(record))
             raise RolloutError(error)
         dropped = self._config.on_policy_failure == "drop"
         if warning := policy_warning(records, where=where, dropped=dropped):
