@@ -176,8 +176,18 @@ async def test_what_lies_outside_is_tried_again(rehearsal: Rehearsal):
     assert failures(checks) == []
     check = one(checks, "workflow")
     assert check.warning
-    assert "ran twice on example 'e0', after 2 failed attempts that were repeated" in check.message
-    assert "(connection): ConnectionResetError: the database restarts" in check.message
+    assert (
+        "the workflow ran twice on example 'e0', after 2 failed attempts were repeated, the first "
+        "(connection): ConnectionResetError: the database restarts"
+    ) in check.message
+
+
+async def test_one_attempt_that_is_repeated(rehearsal: Rehearsal):
+    once = {"target": "agent.py:unlucky", "args": {"times": 1}}
+    check = one(await rehearsal.checked(workflow=once), "workflow")
+    assert (
+        "the workflow ran twice on example 'e0', after 1 failed attempt was repeated (connection): "
+    ) in check.message
 
 
 async def test_what_goes_on_failing_is_refused(rehearsal: Rehearsal):

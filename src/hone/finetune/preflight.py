@@ -293,11 +293,13 @@ class _Trials:
                 return Check("workflow", False, message)
         repeated = ""
         if self._repeated:
-            first = self._repeated[0]
-            repeated = (
-                f", after {counted(len(self._repeated), 'failed attempt')} that were repeated, the "
-                f"first ({first.reason}): {_described(first.failure)}"
+            first, n = self._repeated[0], len(self._repeated)
+            attempts = (
+                "1 failed attempt was repeated"
+                if n == 1
+                else f"{n} failed attempts were repeated, the first"
             )
+            repeated = f", after {attempts} ({first.reason}): {_described(first.failure)}"
         if not failed:
             message = f"the workflow ran twice on {self._example}{repeated}"
             return Check("workflow", True, message, warning=bool(repeated))
