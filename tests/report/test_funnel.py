@@ -112,6 +112,17 @@ def test_a_backend_that_does_not_count():
     assert funnel.as_dict()["trained"] is None
 
 
+def test_a_crash_that_was_run_again_is_not_called_an_outside_failure(tmp_path: Path):
+    """A round that crashes at one line stops the run; after the fix its rollouts are run again."""
+    again = rollout(0, "a", 0, 1.0)
+    crashed = again | {"reward": None, "failure_kind": "policy", "failure_reason": "agent_error"}
+    lines = one_round()
+    log(tmp_path, lines[0], crashed, again, *lines[1:], finished())
+    text = section_text(tmp_path, "Run again") or ""
+    assert text.startswith("These attempts failed and were run again, at once or in a later start")
+    assert "| the model failed: agent_error (the agent raised an exception) | 1 | 0 |" in text
+
+
 def test_the_tables_of_a_report(tmp_path: Path):
     lines = one_round()
     lines[1]["retried"] = ["infrastructure: timeout", "infrastructure: killed"]
