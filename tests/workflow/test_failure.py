@@ -590,6 +590,7 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (named("HTTPClientError", "botocore.exceptions"), ANSWERED, (OUTSIDE, "connection")),
     (named("TransportQueryError", "gql", type("TransportError", (Exception,), {})), ANSWERED, (POLICY, "agent_error")),
     (named("BadRequest", "telegram", type("NetworkError", (Exception,), {})), ANSWERED, (POLICY, "agent_error")),
+    (named("Timeout", "litellm.exceptions", type("APITimeoutError", (Exception,), {}), status_code=408), ANSWERED, (OUTSIDE, "timeout")),
     (httpcore.ReadError("x"), ANSWERED, (OUTSIDE, "connection")),
     # An exception whose attributes raise when they are read.
     (named("Odd", status_code=Hostile()), ANSWERED, (POLICY, "agent_error")),

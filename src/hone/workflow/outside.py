@@ -195,8 +195,11 @@ def _reason(error: BaseException, listed: Collection[str]) -> str | None:
     if isinstance(error, ServerError) or _is_refusal(error):
         return "server_error"
     names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _REQUEST or any(400 <= status < 500 for status in _statuses(error)):
-        return None  # a server answered; libraries derive this from their network errors, too
+    answers = [status for status in _statuses(error) if 400 <= status < 500 and status != 408]
+    if names & _REQUEST or answers:
+        # A server answered; libraries derive this from their network errors, too. 408 is a timeout,
+        # also of LiteLLM's client itself.
+        return None
     return _network_reason(error, names) or _machine_reason(error, names)
 
 
