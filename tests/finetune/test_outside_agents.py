@@ -145,7 +145,7 @@ async def test_calls_of_a_program_that_is_a_function_can_be_the_target(rehearsal
 async def test_a_program_that_crashes_on_an_answer_of_the_policy_fails_because_of_it(
     rehearsal: Rehearsal, model: str, expected: tuple[str, str]
 ):
-    crashing = PROGRAM.replace('os.environ["HONE_MODEL"]', model) + 'json.loads("")["move"]\n'
+    crashing = PROGRAM.replace('os.environ["HONE_MODEL"]', model) + 'json.loads("{}")["move"]\n'
     program = {"_type": "command", "command": [sys.executable, "-I", "-S", "-c", crashing]}
     async with rehearsal.live(workflow={**program, "target": None}) as run:
         workflow, arguments = await run.builder.get_workflow(), run.builder.rollout_arguments

@@ -74,9 +74,16 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize(
-    "error", [Panic("index out of bounds"), BaseExceptionGroup("two", [SystemExit(1), Panic()])]
+    ("error", "message"),
+    [
+        (Panic("index out of bounds"), "index out of bounds"),
+        (
+            BaseExceptionGroup("two", [SystemExit(1), Panic()]),
+            "two (2 sub-exceptions): SystemExit: 1",
+        ),
+    ],
 )
-async def test_whatever_an_agent_raises_is_its_failure(error: BaseException):
+async def test_whatever_an_agent_raises_is_its_failure(error: BaseException, message: str):
     async def agent(question: str) -> None:
         raise error
 
@@ -87,7 +94,7 @@ async def test_whatever_an_agent_raises_is_its_failure(error: BaseException):
         assert why(result) == ("infrastructure", "agent_error")
         assert result.failure is not None
         assert result.failure.failure.type == type(error).__name__
-        assert result.failure.failure.message == str(error)
+        assert result.failure.failure.message == message
 
 
 async def test_more_plain_functions_run_at_once_than_a_pool_has_threads():
