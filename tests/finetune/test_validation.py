@@ -305,6 +305,29 @@ async def test_an_outage_during_the_comparison_hits_both_policies(chosen: Bench)
     assert sum(before[id] == after[id] == [0.0] for id in before) == 5
 
 
+async def test_an_outage_during_half_of_the_comparison_leaves_the_other_pairs(chosen: Bench):
+    """Pairs that nobody answered are left out; the rest is still an answer side by side."""
+    compared: list[str] = []
+
+    def answer(input: str) -> str:
+        if Recording.steps[-1][1] is None:
+            return str(0.1 * chosen.adapter.step)
+        compared.append(input)
+        if 10 <= len(compared) <= 29:
+            raise ConnectionError("no route to the tool")
+        return "1" if Recording.steps[-1][1] else "0"
+
+    chosen.validation = recording("abcdefghijklmnopqrst", chosen, answer=answer)
+    chosen.keys = {"rollout_retries": 0}
+    await chosen.run(1)
+    first, second = chosen.events("final_validation")
+    assert (first["error"], second["error"]) == (None, None)
+    assert (first["avg_reward"], second["avg_reward"]) == (0.0, 1.0)
+    result = result_of(chosen)
+    # Rollouts 10 to 29 of 40 are the second of pair 5, both of 6 to 14, and the first of 15.
+    assert result.fresh and result.num_left_out == 11 and len(result.rewards[0]) == 9
+
+
 async def test_the_order_is_drawn_for_each_repetition_and_depends_on_the_seed(chosen: Bench):
     orders = []
     for seed in (1, 2, 1):

@@ -6,7 +6,8 @@ Out:  the fields of a `validation` event: mean, bounds, rewards by example, fail
 
 A rollout that failed because of the model lowers the mean: without it, a policy that breaks on half
 of the examples and solves the rest would score 1. A rollout that failed because of its environment
-says nothing about the model and is left out; where too many did, the validation has no mean.
+says nothing about the model and is left out; where too many did, the validation has no mean. The
+comparison at the end has one: what failed is left out of both sides alike (report/comparison.py).
 """
 
 import logging
@@ -111,7 +112,7 @@ class Validator:
 
     def _final_outcome(self, records: Sequence[RolloutRecord], of: Validation) -> dict[str, Any]:
         where = f"final validation of step {of.step}"
-        outcome = {**self._outcome(records, where), **missing(records)}
+        outcome = {**self._outcome(records, where, final=True), **missing(records)}
         answered = {s for r in records for s in r.policy_steps}  # including those of helper models
         if answered and of.step not in answered and not outcome["error"]:
             error = f"{where}: step {max(answered)} answered instead"
@@ -155,7 +156,10 @@ class Validator:
     async def _finish(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
         return record.model_copy(update={"reward": reward_or_substitute(record, self.config)})
 
-    def _outcome(self, records: Sequence[RolloutRecord], where: str) -> dict[str, Any]:
+    def _outcome(
+        self, records: Sequence[RolloutRecord], where: str, *, final: bool = False
+    ) -> dict[str, Any]:
+        """`final`: any number of rollouts may have failed because of the infrastructure."""
         rewards: dict[str, list[float | None]] = {}
         for record in records:
             rewards.setdefault(record.example, []).append(record.reward)
@@ -169,7 +173,9 @@ class Validator:
             log.warning("%s", crash)
             self.events.append("warning", message=crash)
         error = infrastructure_error(records, where=where, allowed=allowed)
-        if error is not None:
+        if final and scored:
+            error = None
+        elif error is not None:
             scored = []
         elif not scored:
             error = f"{where}: no rollout could be scored"
