@@ -84,6 +84,9 @@ def test_rewards_between_0_and_1_change_by_at_most_1():
     assert result is not None and (result.low, result.high) == (-1.0, 1.0)
     wide = gain({"a": [0.0], "b": [0.0]}, {"a": [0.5], "b": [2.0]})
     assert wide is not None and wide.high is not None and wide.high > 2
+    # So they do between different examples: two of 0 and 0.5, then two of 0.5 and 1.
+    apart = unpaired_gain({"a": [0.0], "b": [0.5]}, {"c": [0.5], "d": [1.0]})
+    assert apart is not None and (apart.low, apart.high) == (-1.0, 1.0)
 
 
 def test_no_pairs_no_gain():

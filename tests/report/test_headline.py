@@ -127,14 +127,14 @@ def test_training_rewards_with_few_shared_examples_are_compared_unpaired(tmp_pat
         last = [rollout(1, f"a{i}" if i < shared else f"b{i}", 0, 1.0) for i in range(9)]
         return [started(), *first, collected(0, 0.0), *last, collected(1, 1.0), finished()]
 
-    for shared in (1, 5):
+    for shared, verb in ((1, "was"), (5, "were")):
         head, rests = basis(tmp_path, *lines(shared))
         assert head == "Training reward rose from 0.00 to 1.00"
         # Of the 18 over 9 = 48620 ways to deal the rewards out, two are as extreme; of 1999 random
         # ones none is, so p = 2 * 1 / 2000.
         assert (
-            f"is +1.00, between the mean rewards of different examples ({shared} of 9 were in both "
-            "epochs, too few to pair), p = 0.001. The gain is unlikely to be chance." in rests
+            f"is +1.00, between the mean rewards of the two epochs ({shared} of 9 examples {verb} in "
+            "both, too few to pair), p = 0.001. The gain is unlikely to be chance." in rests
         )
         assert measure(tmp_path).verdict == "better" and not measure(tmp_path).deltas
     _, rests = basis(tmp_path, *lines(6))
@@ -288,6 +288,32 @@ def test_what_the_first_step_lost_counts_against_a_gain_as_well(tmp_path: Path):
     lines = [started(), validation(0, one, 1.0), validation(1, zero, 0.0)]
     head, rests = basis(tmp_path, *lines, *ends, finished())
     assert head == "Held-out reward fell from 1.00 to 0.00" and "it would be \u22120.89 " in rests
+
+
+def test_one_example_of_which_a_repetition_was_lost(tmp_path: Path):
+    lines = [started(), validation(0, {"a": [0.0]}, 0.0), validation(1, {"a": [1.0]}, 1.0)]
+    ends = final(0, 1, {"a": [0.0, 0.0]}), final(1, 1, {"a": [1.0, None]}, lost={"a": [1]})
+    _, rests = basis(tmp_path, *lines, *ends, finished())
+    assert "is +1.00, paired over 1 example. One example cannot show a significant change." in rests
+    # 1 and 0, the lowest reward seen, instead of the lost one: a mean of 0.5 and no p value.
+    assert "speak most against the change, it would be +0.50. " in rests
+
+
+def test_an_interval_that_two_decimals_cannot_show_is_not_printed(tmp_path: Path):
+    first, last = ({str(i): [r + i / 1e5] for i in range(8)} for r in (0.2, 0.7))
+    place = log(tmp_path, started(), validation(0, first, 0.2), validation(1, last, 0.7))
+    report.write(place, brief=True)
+    text = (place / "report.md").read_text()
+    assert "| before | 0.20 | step 0 |" in text and "| after | 0.70 | step 1 |" in text
+
+
+def test_held_out_examples_that_were_trained_are_named_in_the_headline(tmp_path: Path):
+    first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(8)}
+    run = started(validation_examples=8, shared_inputs=2, shared_ids=1)
+    lines = run, validation(0, first, 0.0), validation(1, last, 1.0), finished()
+    head, rests = basis(tmp_path, *lines)
+    assert head == "Held-out reward rose from 0.00 to 1.00 (3 of 8 examples occur in training)"
+    assert "Of the 8 held-out examples, 2 have the input of a training example and 1 has" in rests
 
 
 def test_relative_scores_give_no_verdict(tmp_path: Path):

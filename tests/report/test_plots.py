@@ -59,19 +59,19 @@ def test_the_lines_are_the_numbers():
         collected(2, 0.7, share=0.3),
         collected(3, 0.7, share=0.5),
     ]
-    # Both examples of epoch 0 have the mean 0.5: no width. Epoch 1 gave nothing: no value. No
-    # rollouts are known of epochs 2 and 3, so they have a mean without an interval.
+    # Both examples of epoch 0 have the mean 0.5: no spread, no interval. Epoch 1 gave nothing: no
+    # value. No rollouts are known of epochs 2 and 3, so they have a mean without an interval.
     assert training_rewards(history_of(lines)) == [
-        (0.0, Estimate(0.5, 0.5, 0.5, 2)),
+        (0.0, Estimate(0.5, None, None, 2)),
         (1.0, None),
-        (2.0, Estimate(0.7, 0.7, 0.7, 0)),
-        (3.0, Estimate(0.7, 0.7, 0.7, 0)),
+        (2.0, Estimate(0.7, None, None, 0)),
+        (3.0, Estimate(0.7, None, None, 0)),
     ]
     # The t interval of [0, 1] is cut to the range of the rewards.
     assert held_out_rewards(history_of(lines)) == [
         (0.0, Estimate(0.5, 0.0, 1.0, 2)),
         (1.0, None),
-        (2.0, Estimate(1.0, 1.0, 1.0, 2)),
+        (2.0, Estimate(1.0, None, None, 2)),
     ]
     # A gap is a cross. Nothing was filtered out, and the newest step is the best.
     assert labels(lines) == [["training", "nothing collected", "held out", "validation failed"]]

@@ -74,12 +74,16 @@ def around(mean: float | None, rewards: Rewards) -> Estimate | None:
         return None
     value = estimate(list(by_example(rewards).values()))
     if value is None or value.low is None or value.high is None:
-        return Estimate(mean, mean, mean, len(rewards))
+        return Estimate(mean, None, None, len(rewards))
     return replace(value, mean=mean, low=min(value.low, mean), high=max(value.high, mean))
 
 
 def _are_shares(rewards: Iterable[float]) -> bool:
     return all(0 <= reward <= 1 for reward in rewards)
+
+
+def _all(*sides: Rewards) -> Iterable[float]:
+    return (reward for side in sides for known in side.values() for reward in known)
 
 
 def _interval(
@@ -124,7 +128,7 @@ def gain(
     interval is that of `after` alone and does not allow for the choice. Rewards between 0 and 1
     change by at most 1.
     """
-    shares = _are_shares(r for side in (before, after) for all_ in side.values() for r in all_)
+    shares = _are_shares(_all(before, after))
     deltas = list(changes(before, after).values())
     change = _interval(deltas, -1.0, 1.0) if shares else _interval(deltas)
     if change is None or change.n < 2:
@@ -182,7 +186,10 @@ def sign_flip_p(changes: "ndarray", *, chosen: int | None = None) -> "ndarray":
 
 
 def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:
-    """The change of the mean between different examples: Welch's interval and a permutation test."""
+    """The change of the mean between different examples: Welch's interval and a permutation test.
+
+    Rewards between 0 and 1 change by at most 1.
+    """
     first, last = (list(by_example(rewards).values()) for rewards in (before, after))
     if not first or not last:
         return None
@@ -196,7 +203,9 @@ def unpaired_gain(before: Rewards, after: Rewards) -> Estimate | None:
     error, ends = sum(squares) ** 0.5, (None, None)
     if error:
         spread = squares[0] ** 2 / (len(first) - 1) + squares[1] ** 2 / (len(last) - 1)
-        ends = _t_interval(mean, error, error**4 / spread)
+        ends = low, high = _t_interval(mean, error, error**4 / spread)
+        if _are_shares(_all(before, after)):
+            ends = max(low, -1.0), min(high, 1.0)
     result = stats.permutation_test(
         (np.array(last), np.array(first)),
         lambda x, y, axis: x.mean(axis=axis) - y.mean(axis=axis),

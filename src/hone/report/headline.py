@@ -70,6 +70,9 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
         "better": (f"{what.capitalize()} rose {moved}", "good" if outcome.held_out else "unsure"),
         "worse": (f"{what.capitalize()} fell {moved}", "bad"),
     }.get(outcome.verdict, (f"No significant change: {what} went {moved}", "unsure"))
+    if outcome.held_out and (n := run.shared_inputs + run.shared_ids):
+        occur = "occurs" if n == 1 else "occur"
+        head += f" ({n} of {counted(run.validation_examples or n, 'example')} {occur} in training)"
     steps = f" from step {first.step} to step {last.step}" if last.step is not None else ""
     p = f", {p_value(gain)}" if gain.p is not None else ""
     size = interval(gain, paired=bool(outcome.deltas))
@@ -90,8 +93,10 @@ def _paired(outcome: Outcome, gain: Estimate) -> str:
     assert outcome.baseline is not None and outcome.tuned is not None
     most = max(outcome.baseline.n, outcome.tuned.n)
     if not outcome.deltas:
-        few = f" ({outcome.shared} of {most} were in both epochs, too few to pair)"
-        return f", between the mean rewards of different examples{few if outcome.shared else ''}"
+        if not outcome.shared:
+            return ", between the mean rewards of different examples"
+        few = f"{outcome.shared} of {counted(most, 'example')} {'was' if outcome.shared == 1 else 'were'} in both"
+        return f", between the mean rewards of the two epochs ({few}, too few to pair)"
     if outcome.compared is not None:
         most = max(most, outcome.compared.before.num_examples, outcome.compared.after.num_examples)
     if gain.n < most:  # its mean is then not the difference of the two means
@@ -101,15 +106,18 @@ def _paired(outcome: Outcome, gain: Estimate) -> str:
 
 def _certainty(outcome: Outcome, gain: Estimate) -> str:
     """What the p value says, which decides; if the interval seems to disagree, also the reason."""
-    if gain.p is None or (outcome.deltas and gain.n < MIN_PAIRS):
+    if gain.p is None:
+        return "One example cannot show a significant change."
+    if outcome.deltas and gain.n < MIN_PAIRS:
         return f"Fewer than {MIN_PAIRS} examples cannot show a significant change."
+    more = f"More {'held-out ' if outcome.held_out else ''}examples would settle it."
     if not gain.certain and gain.excludes_zero:
         return (
             "This may be chance. The interval excludes 0, but with so few or such uneven changes it is "
-            "too narrow; the test decides. More held-out examples would settle it."
+            f"too narrow; the test decides. {more}"
         )
     if not gain.certain:
-        return "This may be chance. More held-out examples would settle it."
+        return f"This may be chance. {more}"
     if outcome.is_contradicted:
         return "It is unclear whether this is chance, because rewards are missing."
     text = f"The {'gain' if gain.mean > 0 else 'loss'} is unlikely to be chance."
@@ -153,8 +161,8 @@ def _missing(outcome: Outcome) -> Iterator[str]:
         yield (
             f"{counted(n, 'pair')} of rollouts {'has' if n == 1 else 'have'} no reward, because the "
             "environment failed after the model had answered. If the missing rewards, which could be "
-            f"{seen}, were those that speak most against the change, it would be {interval(bound)}, "
-            f"{p_value(bound)}{contradicts}."
+            f"{seen}, were those that speak most against the change, it would be "
+            f"{', '.join(filter(None, (interval(bound), p_value(bound))))}{contradicts}."
         )
 
 

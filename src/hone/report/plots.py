@@ -127,7 +127,8 @@ def _line(
     aside = -0.012 * (axis.get_xlim()[1] - axis.get_xlim()[0]) if dots and len(points) < 3 else 0.0
     xs = [x + aside for x, _ in points]
     ys, lows, highs = (
-        [getattr(value, end, math.nan) for _, value in points] for end in ("mean", "low", "high")
+        [_or_nan(getattr(value, end, None)) for _, value in points]
+        for end in ("mean", "low", "high")
     )
     if dots and len(points) > 2:
         axis.fill_between(xs, lows, highs, color=colour, alpha=0.14, linewidth=0, zorder=2)
@@ -157,11 +158,15 @@ def _line(
         axis.plot(gaps, low, color=colour, linestyle="none", label=gap, **cross, **at)
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def _learned_from(axis: Axes, rounds: list[Round]) -> None:
     """The mean reward of what was trained on, if that is not everything."""
     means = [r.metrics.get("filtered_avg_reward") for r in rounds]
     if any(mean != r.metrics.get("avg_reward") for r, mean in zip(rounds, means, strict=True)):
-        ys = smoothed([math.nan if m is None else m for m in means], _window(len(means)))
+        ys = smoothed([_or_nan(mean) for mean in means], _window(len(means)))
         axis.plot(
             [r.trained for r in rounds],
             ys,

@@ -155,7 +155,8 @@ def _tiles(outcome: Outcome) -> list[tuple[str, str, str]]:
 
 
 def _tile(label: str, policy: PolicyReward) -> tuple[str, str, str]:
-    interval = "" if policy.low is None else f"{number(policy.low)} to {number(policy.high)}; "
+    low, high = number(policy.low), number(policy.high)
+    interval = "" if low == high else f"{low} to {high}; "
     place = f"epoch {policy.epoch + 1}" if policy.step is None else f"step {policy.step}"
     failed = f"; {policy.failure_rate:.0%} failed" if policy.failure_rate else ""
     return label, number(policy.mean), f"{interval}{place}{failed}"
