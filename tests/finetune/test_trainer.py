@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from typing import Any
 
 import pytest
 from tests.fakes import ScriptedBuilder
@@ -12,9 +13,11 @@ from hone.config.schema import (
     CurriculumLearningConfig,
     EarlyStoppingConfig,
 )
-from hone.errors import ConfigError
+from hone.errors import ConfigError, PolicyFailure
+from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
+from hone.report.history import History
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
@@ -313,6 +316,29 @@ async def test_pruning_spares_the_first_step_of_the_run_and_its_best(bench: Benc
     bench.keys = {"keep_checkpoints": 1}
     await bench.run(3)
     assert bench.adapter.pruned == [{5}, {5, 6}, {5, 6}]
+
+
+@pytest.mark.parametrize("instead", ["lowest", {"reward": 0.0}])
+async def test_pruning_spares_what_a_lower_reward_of_failures_can_make_the_best(
+    bench: Bench, instead: Any
+):
+    """Step 7 fails on one of two examples: 0.5, until step 8 gives -5 and makes it (-5 + 1) / 2."""
+
+    def answer(input: str) -> str:
+        if bench.adapter.step == 7 and input == "x":
+            raise PolicyFailure("no move", reason="step_limit")
+        x, y = {5: ("0.1", "0.1"), 6: ("0.4", "0.4"), 7: ("", "1"), 8: ("-5", "1")}[
+            bench.adapter.step
+        ]
+        return x if input == "x" else y
+
+    bench.adapter.step, bench.interval = 5, 1
+    bench.validation = evaluation("xy", answer)
+    bench.keys = {"keep_checkpoints": 1, "on_policy_failure": instead}
+    await bench.run(3)
+    best = History.of(read(bench.directory / "events.jsonl")).best
+    assert best is not None and best.step == (6 if instead == "lowest" else 7)
+    assert bench.adapter.pruned == [{5}, {5, 6}, {5, 6, 7} if instead == "lowest" else {5, 7}]
 
 
 async def test_an_adapter_that_never_answers_is_given_up(

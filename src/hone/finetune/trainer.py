@@ -407,9 +407,13 @@ class ARTTrainer(Trainer):
         )
 
     def _steps_to_compare(self) -> set[int]:
-        """Steps that the verdict at the end of the run may compare: its first, and the best so far."""
-        history = self.state.history
-        validations = (*history.scored[:1], history.best)
+        """Steps that the verdict at the end of the run may compare: its first, and the best so far.
+
+        The reward of policy failures can fall, and then an earlier step is the best.
+        """
+        history, falls = self.state.history, isinstance(self._config.on_policy_failure, str)
+        best = history.contenders if falls else [history.best]
+        validations = (*history.scored[:1], *best)
         return {v.step for v in validations if v is not None and v.step is not None}
 
     @property

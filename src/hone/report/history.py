@@ -376,10 +376,23 @@ class History:
         Of a step that was validated several times, the last validation counts, as on the server. None
         if the rewards are relative: they do not compare policies.
         """
+        return max(self._last_of_steps, key=lambda v: v.mean or 0.0, default=None)
+
+    @property
+    def contenders(self) -> list[Validation]:
+        """The best validation, and those that become it if the reward of policy failures falls."""
+        contenders: list[Validation] = []
+        for v in sorted(self._last_of_steps, key=lambda v: -(v.mean or 0.0)):
+            if not contenders or (v.failure_rate or 0.0) < (contenders[-1].failure_rate or 0.0):
+                contenders.append(v)
+        return contenders
+
+    @property
+    def _last_of_steps(self) -> list[Validation]:
+        """The last validation of each step; none if the rewards are relative."""
         if self.run.validation_relative:
-            return None
-        by_step = {(v.epoch if v.step is None else v.step): v for v in self.scored}
-        return max(by_step.values(), key=lambda v: v.mean or 0.0, default=None)
+            return []
+        return list({(v.epoch if v.step is None else v.step): v for v in self.scored}.values())
 
     @property
     def finals(self) -> list[tuple[Validation, Validation]]:
