@@ -44,6 +44,16 @@ def test_a_model_that_answers_no_to_everything():
     assert result.as_dict()["warning"] == result.warning
 
 
+def test_the_same_word_in_another_spelling_is_the_same_answer():
+    spelled = ["no", "No", "NO.", " no ", "no.", "No!"] * 2
+    result = answers(MANY, rollouts(spelled, [1.0] * 8 + [0.0] * 4))
+    assert (result.after, result.most_frequent, result.num_most_frequent) == (1, "no", 12)
+    assert result.collapsed
+    # A sign or a decimal point in a number is part of the answer.
+    numbers = ["1", "-1", "1.5", "15", ".5", "5%"]
+    assert answers(MANY, rollouts(numbers * 2, [1.0] * 12)).after == 6
+
+
 def test_nearly_everything_is_enough():
     # 11 of 12 are 92%, 10 of 12 are 83%.
     rewards = [1.0] * 8 + [0.0] * 4

@@ -30,7 +30,8 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Answers to the examples that both policies answered; whitespace does not count."""
+    """Answers to the examples that both policies answered; case, whitespace and a full stop at the end
+    do not count."""
 
     examples: int
     total: int
@@ -102,4 +103,5 @@ class Answers:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split())
+    """The text without what does not make it another answer: case, whitespace, a full stop."""
+    return " ".join(text.casefold().split()).rstrip(".!")
