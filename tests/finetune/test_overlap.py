@@ -40,6 +40,26 @@ def test_inputs_are_compared_as_json_and_ids_only_where_the_rows_have_them():
     assert overlap(training, held_out[4:]).warning is None
 
 
+def test_rows_that_are_counted_from_0_have_no_ids_either():
+    def counted(first: int, texts: str) -> list[EvalInputItem]:
+        return [item(str(first + n), text, row=n + 1) for n, text in enumerate(texts)]
+
+    assert overlap(counted(0, "abc"), counted(0, "xyz")).warning is None
+    assert overlap(counted(1, "abc"), counted(1, "xyz")).warning is None
+    assert overlap(counted(7, "abc"), counted(7, "xyz")).by_id == ["7", "8", "9"]
+
+
+def test_a_row_that_is_the_input_is_the_same_under_another_id():
+    """`structure.disable` makes the whole row the input, its id included."""
+
+    def whole(id: str, row: dict) -> EvalInputItem:
+        return EvalInputItem(id=id, input_obj=json.dumps(row), full_dataset_entry=row)
+
+    training = [whole("7", {"id": 7, "city": "Bonn"})]
+    held_out = [whole("x", {"id": "x", "city": "Bonn"}), whole("y", {"id": "y", "city": "Rome"})]
+    assert overlap(training, held_out).by_input == ["x"]
+
+
 def test_no_more_than_three_ids_are_named():
     same = [item(str(n), "same") for n in range(5)]
     assert "5 have the input of one ('0', '1', '2', ...)" in (overlap(same, same).warning or "")

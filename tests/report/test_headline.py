@@ -312,7 +312,8 @@ def test_held_out_examples_that_were_trained_are_named_in_the_headline(tmp_path:
     run = started(validation_examples=8, shared_inputs=2, shared_ids=1)
     lines = run, validation(0, first, 0.0), validation(1, last, 1.0), finished()
     head, rests = basis(tmp_path, *lines)
-    assert head == "Held-out reward rose from 0.00 to 1.00 (3 of 8 examples occur in training)"
+    shared = "3 of 8 examples share an input or id with training"
+    assert head == f"Held-out reward rose from 0.00 to 1.00 ({shared})"
     assert "Of the 8 held-out examples, 2 have the input of a training example and 1 has" in rests
 
 

@@ -56,11 +56,12 @@ class Overlap:
 def overlap(training: Sequence[EvalInputItem], held_out: Sequence[EvalInputItem]) -> Overlap:
     """The held-out examples that occur in training; inputs are compared as JSON values.
 
-    Rows without an id are numbered, and two files number their rows alike: such ids say nothing.
+    Rows without an id are numbered, and two files number their rows alike: such ids say nothing. If
+    the whole row is the input, its id does not count as a part of it.
     """
-    inputs = {_normalized(item.input_obj) for item in training}
+    inputs = {_normalized(item) for item in training}
     ids = {item.id for item in training if _has_id(item)}
-    by_input = [item.id for item in held_out if _normalized(item.input_obj) in inputs]
+    by_input = [item.id for item in held_out if _normalized(item) in inputs]
     known = set(by_input)
     by_id = [i.id for i in held_out if _has_id(i) and i.id in ids and i.id not in known]
     return Overlap(len(held_out), by_input, by_id)
@@ -111,16 +112,21 @@ def _file(document: Document, override: Path | None) -> Path | None:
 
 
 def _has_id(item: EvalInputItem) -> bool:
-    return item.id != str(item.row_number)
+    """Whether its id is more than the number of its row, counted from 1 or from 0."""
+    number = item.row_number
+    return number is None or item.id not in (str(number), str(number - 1))
 
 
-def _normalized(value: Any) -> str:
-    """A value as canonical JSON; text that is JSON counts as its value."""
+def _normalized(item: EvalInputItem) -> str:
+    """The input as canonical JSON; text that is JSON counts as its value."""
+    value: Any = item.input_obj
     if isinstance(value, str):
         value = value.strip()
         if value[:1] in ("{", "["):
             with suppress(ValueError):
                 value = json.loads(value)
+    if isinstance(value, dict) and value == item.full_dataset_entry:
+        value = {key: field for key, field in value.items() if str(field) != item.id}
     try:
         return json.dumps(value, sort_keys=True, default=str)
     except TypeError:  # keys that are not text

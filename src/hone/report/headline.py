@@ -71,8 +71,9 @@ def _change(outcome: Outcome) -> tuple[str, str, str]:
         "worse": (f"{what.capitalize()} fell {moved}", "bad"),
     }.get(outcome.verdict, (f"No significant change: {what} went {moved}", "unsure"))
     if outcome.held_out and (n := run.shared_inputs + run.shared_ids):
-        occur = "occurs" if n == 1 else "occur"
-        head += f" ({n} of {counted(run.validation_examples or n, 'example')} {occur} in training)"
+        share = "shares" if n == 1 else "share"
+        examples = counted(run.validation_examples or n, "example")
+        head += f" ({n} of {examples} {share} an input or id with training)"
     steps = f" from step {first.step} to step {last.step}" if last.step is not None else ""
     p = f", {p_value(gain)}" if gain.p is not None else ""
     size = interval(gain, paired=bool(outcome.deltas))
