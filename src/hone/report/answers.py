@@ -30,8 +30,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Answers to the examples that both policies answered; case, whitespace and a full stop at the end
-    do not count."""
+    """Answers to the examples that both policies answered; case and whitespace do not count."""
 
     examples: int
     total: int
