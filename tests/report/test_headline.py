@@ -290,6 +290,20 @@ def test_what_the_first_step_lost_counts_against_a_gain_as_well(tmp_path: Path):
     assert head == "Held-out reward fell from 1.00 to 0.00" and "it would be \u22120.89 " in rests
 
 
+def test_the_worst_case_knows_the_rewards_of_training(tmp_path: Path):
+    """No held-out answer got more than 0.5, but a training rollout got 1 by the same evaluator."""
+    low, high = {str(i): [0.0] for i in range(9)}, {str(i): [0.5] for i in range(9)}
+    ends = final(0, 1, low | {"0": [None]}, lost={"0": [0]}), final(1, 1, high)
+    lines = [rollout(0, "t", 0, 1.0), validation(0, low, 0.0), validation(1, high, 0.5), *ends]
+    _, rests = basis(tmp_path, started(), *lines, finished())
+    # Eight rise by 0.5, and the lost one falls from 1 to 0.5: 3.5 / 9.
+    assert "which could be 0.00 to 1.00, were" in rests and "it would be +0.39 " in rests
+    # With another evaluator, training rewards have another range: 8 of 9 rise by 0.5.
+    other = started(evaluator="judge", validation_evaluator="match")
+    _, rests = basis(tmp_path, other, *lines, finished())
+    assert "which could be 0.00 to 0.50, were" in rests and "it would be +0.44 " in rests
+
+
 def test_one_example_of_which_a_repetition_was_lost(tmp_path: Path):
     lines = [started(), validation(0, {"a": [0.0]}, 0.0), validation(1, {"a": [1.0]}, 1.0)]
     ends = final(0, 1, {"a": [0.0, 0.0]}), final(1, 1, {"a": [1.0, None]}, lost={"a": [1]})

@@ -38,9 +38,9 @@ class Comparison:
     fresh: bool = False
     """Whether both policies answered side by side, after the choice."""
     lowest: float = 0.0
-    """Lowest reward of the run's validations, or the reward of a policy failure if that is lower."""
+    """Lowest reward of the run by the evaluator of the validations; 0 if all are higher."""
     highest: float = 0.0
-    """Highest reward of the run's validations."""
+    """Highest reward of the run by that evaluator."""
 
     @cached_property
     def rewards(self) -> tuple[Rewards, Rewards]:
@@ -108,7 +108,7 @@ def comparison(history: History) -> Comparison | None:
         len(steps) if is_choice else 1,
         fresh=final is not None,
         lowest=min([history.failure_reward, *seen]),
-        highest=max(seen),
+        highest=max([history.highest_reward, *seen]),
     )
 
 

@@ -7,6 +7,7 @@ An interrupted run may log something twice: the later event counts, because its 
 trained. Times are the exception: all of them are added up.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -255,6 +256,8 @@ class History:
         It is the smaller of 0 and the lowest reward of the run. It can fall as the run goes on; all
         validations are then counted again, so that they can be compared.
         """
+        self.highest_reward = -math.inf
+        """Highest reward of a rollout that the evaluator of the validations scored."""
         self.training_failure_reward = 0.0
         """The same for training rollouts: the smaller of 0 and their lowest reward so far."""
         self.attempts = self.validation_attempts = 0
@@ -435,6 +438,8 @@ class History:
         training, held_out = self.run.evaluators
         if event.split != "train" or training == held_out:
             self._lower_failure_reward([event.reward])
+            if event.reward is not None:
+                self.highest_reward = max(self.highest_reward, event.reward)
         if event.split != "train":
             return
         r, key = self._round(event), (event.example, event.generation)
