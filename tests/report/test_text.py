@@ -18,6 +18,7 @@ def test_changes_name_their_interval_where_there_is_one():
 
 def test_an_interval_without_width_is_not_printed_as_one():
     assert interval(Estimate(0.5, None, None, 8)) == "+0.50 (all examples changed alike)"
+    assert interval(Estimate(0.0, None, None, 8)) == "+0.00 (no example changed)"
     narrow = Estimate(0.5, 0.4999, 0.5001, 8)
     assert interval(narrow) == "+0.50 (all examples changed nearly alike)"
     assert ends(narrow) == "" == ends(Estimate(0.5, None, None, 8))

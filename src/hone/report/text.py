@@ -28,6 +28,8 @@ def interval(change: Estimate, *, paired: bool = True) -> str:
         return f"{signed(change.mean)} (95% interval {known})"
     if change.n < 2 or not paired:
         return signed(change.mean)
+    if change.low is None and change.mean == 0:
+        return f"{signed(change.mean)} (no example changed)"
     nearly = "" if change.low is None else "nearly "
     return f"{signed(change.mean)} (all examples changed {nearly}alike)"
 
