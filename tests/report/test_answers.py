@@ -49,9 +49,17 @@ def test_the_same_word_in_another_spelling_is_the_same_answer():
     result = answers(MANY, rollouts(spelled, [1.0] * 8 + [0.0] * 4))
     assert (result.after, result.most_frequent, result.num_most_frequent) == (1, "no", 12)
     assert result.collapsed
+    # The same JSON value.
+    objects = ['{"label":"no", "n": 1}', '{"n": 1, "label": "no"}'] * 6
+    assert answers(MANY, rollouts(objects, [1.0] * 8 + [0.0] * 4)).after == 1
     # A sign or a decimal point in a number is part of the answer.
     numbers = ["1", "-1", "1.5", "15", ".5", "5%"]
     assert answers(MANY, rollouts(numbers * 2, [1.0] * 12)).after == 6
+
+
+def test_one_answer_has_a_low_reward():
+    result = answers(MANY, rollouts(["no"] * 12, [1.0] * 11 + [0.0]))
+    assert "and 1 of these 12 answers has a low reward." in (result.warning or "")
 
 
 def test_nearly_everything_is_enough():

@@ -8,8 +8,10 @@ rise although it no longer reads the question. Where the right answer is the sam
 one answer is what it should give: so there is a warning only if the answer has a low reward somewhere.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -93,7 +95,8 @@ class Answers:
         if len(answer) > LONGEST:
             answer = f"{answer[:LONGEST].rstrip()} ..."
         every = "every example" if n == self.examples else f"{n} of {self.examples} examples"
-        low = f"{self.num_low} of these {n} answers have a low reward"
+        has = "has" if self.num_low == 1 else "have"
+        low = f"{self.num_low} of these {n} answers {has} a low reward"
         return f"The trained model gives {every} the same answer, {answer}, and {low}. {REMEDY}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,5 +105,11 @@ class Answers:
 
 
 def _plain(text: str) -> str:
-    """The text without what does not make it another answer: case, whitespace, a full stop."""
+    """The text without what does not make it another answer: case, whitespace, a full stop.
+
+    A JSON object counts as its value.
+    """
+    if text.lstrip()[:1] == "{":
+        with suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(text), ensure_ascii=False, sort_keys=True)
     return " ".join(text.casefold().split()).rstrip(".!")
