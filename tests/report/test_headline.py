@@ -273,6 +273,7 @@ def test_a_verdict_must_survive_the_worst_case_for_what_was_lost(tmp_path: Path)
     assert "It is unclear whether this is chance, because rewards are missing." in rests
     assert "it would be +0.33 " in rests and ", which contradicts it." in rests
     assert measure(tmp_path).verdict == "unclear" and measure(tmp_path).is_contradicted
+    assert plot_title(measure(tmp_path))[1].endswith("but unclear, because rewards are missing")
 
 
 def test_what_the_first_step_lost_counts_against_a_gain_as_well(tmp_path: Path):

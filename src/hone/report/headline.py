@@ -207,7 +207,8 @@ def plot_title(outcome: Outcome) -> tuple[str, str]:
         what = "Held-out" if outcome.held_out else "Training"
         again = f"step {last.step} answered again" if compared and compared.fresh else ""
         size = interval(gain, paired=bool(outcome.deltas))
-        notes = size, counted(gain.n, "example"), p_value(gain), again
+        doubt = "but unclear, because rewards are missing" if outcome.is_contradicted else ""
+        notes = size, counted(gain.n, "example"), p_value(gain), again, doubt
         text = f"{what} reward {number(first.mean)} \u2192 {number(last.mean)}"
         return text, ", ".join(filter(None, notes))
     history = outcome.history
