@@ -49,7 +49,7 @@ def test_validation_rollouts(tmp_path: Path):
     assert planned.validation_rollouts == 150
     greedy = {"num_epochs": 7, "validation": {"reps": 3, "greedy": True}}
     planned = plan(document(tmp_path, finetuning=greedy), 50, validation_examples=10, interval=5)
-    assert planned.validation_rollouts == 90
+    assert planned.validation_rollouts == 150  # greedy answers are compared side by side, too
     assert plan(document(tmp_path), 50).validation_rollouts == 0
 
 

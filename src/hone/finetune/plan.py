@@ -100,7 +100,7 @@ class Span(NamedTuple):
         """Why it is uncertain."""
         if self.high < 1.5 * self.low:
             return "if all take that long"
-        return "by how much faster more at a time are"
+        return "the longer time if more at a time are no faster"
 
 
 def rollout_time(planned: Plan, *, seconds: float, concurrency: int) -> Span:
@@ -134,8 +134,7 @@ def plan(
     falls = adapter is not None and adapter.training.schedule == "linear"
     held_out = validation_examples * config.validation.reps
     validations = [held_out] * len(validated_epochs(config.num_epochs, interval))
-    if not config.validation.greedy:  # answers at temperature 0 would only be repeated
-        validations.append(2 * held_out)
+    validations.append(2 * held_out)  # the first step and the best, side by side
     return Plan(
         examples=of_epoch,
         generations=generations,
