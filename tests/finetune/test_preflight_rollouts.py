@@ -284,6 +284,25 @@ async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
     assert "evaluator 'reward' on example 'e0' gives no score: KeyError: 'answer'" in check.message
 
 
+async def test_an_evaluator_that_fails_on_one_of_two_outputs_is_a_warning(rehearsal: Rehearsal):
+    outputs: list[object] = []
+
+    class Picky:
+        async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
+            outputs.append(item.output_obj)
+            if item.output_obj == outputs[0]:
+                raise ValueError("two words")
+            return EvalOutputItem(id=item.id, score=1.0)
+
+    async with rehearsal.live() as run:
+        run.evaluation.evaluators["reward"] = Picky()
+        check = one(await run.checks(), "score")
+        await run.adapter.model.close()
+    assert check.ok and check.warning
+    where = "evaluator 'reward' on example 'e0': 1; on the other rollout it gives no score: "
+    assert check.message.startswith(f"{where}ValueError: two words")
+
+
 # ---- calls that name no rollout -------------------------------------------------------------------
 
 

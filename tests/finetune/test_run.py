@@ -52,6 +52,31 @@ def test_a_run_that_trained_nothing_says_so_last(
     assert finished["message"] == last.message
 
 
+def test_a_run_with_equal_rewards_says_last_what_to_change(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    Parts.builder.reward = lambda *at: 0.5
+    Parts.adapter.reason = "no gradient step: 2 of 2 groups have equal rewards"
+    assert command() == 0
+    assert caplog.records[-1].message == (
+        f"Nothing was trained in 2 epochs of run {command.run_id}: no gradient step: 2 of 2 groups have "
+        "equal rewards. Groups of equal rewards teach nothing: raise num_generations or `temperature`, "
+        "or let the reward tell better answers from worse ones."
+    )
+    assert "Result: " not in caplog.text
+
+
+def test_the_result_is_said_before_the_last_line(
+    command: Command, caplog: pytest.LogCaptureFixture
+):
+    assert command(validation_dataset=Path("val.json")) == 0
+    result, report, _ = (record.message for record in caplog.records[-3:])
+    numbers = json.loads((command.out / "report.json").read_text())
+    assert result == f"Result: {numbers['headline']}"
+    assert "held-out reward" in result.lower()
+    assert report.startswith("Report: ")
+
+
 def test_a_curriculum_that_leaves_nothing_says_so_last(
     command: Command, caplog: pytest.LogCaptureFixture
 ):

@@ -260,7 +260,8 @@ class _Trials:
             if not failures(checks):
                 checks += [self._differ(both), *self._truncated(both), *self._valued(results)]
         checks += [self._scored(results), *self._equal(results)]
-        return [*checks, *self._cost(results, planned)]
+        cost, time = self._cost(results, planned)
+        return [*checks, cost, *([] if failures(checks) else [time])]
 
     async def _run(self) -> ItemResult:
         """Run and score the example; what fails for reasons other than the model is repeated."""
@@ -411,7 +412,10 @@ class _Trials:
         failed = [score.failure for score in scores if score.failure is not None]
         if scores and len(failed) == len(scores):
             return Check("score", False, f"{where} gives no score: {_described(failed[0])}")
-        values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None) or "none yet"
+        values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None)
+        if failed:
+            values += f"; on the other rollout it gives no score: {_described(failed[0])}"
+        values = values or "no score, because both rollouts failed"
         return Check("score", True, f"{where}: {values}", warning=bool(failed) or not scores)
 
     def _equal(self, results: Sequence[ItemResult]) -> list[Check]:
@@ -432,7 +436,8 @@ class _Trials:
         )
         return [Check("rewards", True, message, warning=True)]
 
-    def _cost(self, results: Sequence[ItemResult], planned: Plan) -> list[Check]:
+    def _cost(self, results: Sequence[ItemResult], planned: Plan) -> tuple[Check, Check]:
+        """What the two rollouts took, and the estimated time of all."""
         ran = [run.rollout for run in results if run.rollout is not None]
         calls = [call for one in ran for call in one.calls]
         tokens = sum((call.usage or {}).get("completion_tokens", 0) for call in calls)
@@ -450,7 +455,7 @@ class _Trials:
             f"a time; a rough estimate from two rollouts of one example, {span.meaning}; training "
             "comes on top"
         )
-        return [Check("cost", True, message), Check("time", True, time)]
+        return Check("cost", True, message), Check("time", True, time)
 
 
 def _described(failure: Failure) -> str:

@@ -58,6 +58,10 @@ COMPARED_VALIDATION = (
     "the best, and early stopping does not apply. Name a file in --validation_config_file in which "
     "{reward!r} is an evaluator of another type."
 )
+NO_DIFFERENCE = (
+    ". Groups of equal rewards teach nothing: raise num_generations or `temperature`, or let the reward "
+    "tell better answers from worse ones"
+)
 
 
 class FinetuneOptions(FinetuneRunConfig):
@@ -318,7 +322,8 @@ class Run:
         bad = [one for one in statuses if one.status is not COMPLETED]
         if bad:
             epoch = (bad[0].metadata or {}).get("epoch", len(statuses) - 1)
-            return bad[0].status, f"epoch {epoch + 1} of run {run_id}: {bad[0].message}"
+            message = (bad[0].message or "").removeprefix(f"epoch {epoch + 1}: ")
+            return bad[0].status, f"epoch {epoch + 1} of run {run_id}: {message}"
         if not statuses:
             return TrainingStatusEnum.FAILED, f"run {run_id}: the trainer trained no epoch"
         epochs, stopped = counted(len(statuses), "epoch"), self.state.reason_to_stop()
@@ -342,7 +347,10 @@ class Run:
         if not all(reasons):
             return None
         most = f" ({count} of {counted(len(jobs), 'job')})" if len(reasons) > 1 else ""
-        return f"{(reason or '').strip().rstrip('.')}{most}"
+        rounds = self.state.history.rounds
+        groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
+        advice = NO_DIFFERENCE if 0 < groups <= sum(r.num_flat for r in rounds) else ""
+        return f"{(reason or '').strip().rstrip('.')}{most}{advice}"
 
     def interrupted(self) -> int:
         """Write a brief report; the exit status is 130, even if that fails."""
@@ -371,7 +379,10 @@ class Run:
             return
         from hone.report import report  # imported here: it loads matplotlib
 
-        answers = report.write(self.config.output_dir, brief=brief)["answers"]
+        numbers = report.write(self.config.output_dir, brief=brief)
+        if numbers["status"] == COMPLETED and self._why_untrained() is None:
+            log.info("Result: %s", numbers["headline"])
+        answers = numbers["answers"]
         if answers and answers["warning"]:
             log.warning("%s", answers["warning"])
         log.info("Report: %s", self.config.output_dir / "report.html")

@@ -359,8 +359,11 @@ def _counts(samples: Samples, batches: list[Batch]) -> dict[str, float]:
 
 
 def _why_no_step(samples: Samples, groups: int) -> str:
-    reasons = ", ".join(f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()))
-    return (
-        f"no gradient step: {samples.flat_groups} of {groups} groups have equal rewards and "
-        f"{samples.long_rollouts} rollouts are too long; no label is left ({reasons or 'no calls'})"
-    )
+    reasons = [f"{samples.flat_groups} of {groups} groups have equal rewards"]
+    if samples.long_rollouts:
+        reasons.append(f"{samples.long_rollouts} rollouts are longer than max_seq_length")
+    told = {"flat_group", "too_long"}
+    others = [f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()) if why not in told]
+    if others or not samples.dropped:
+        reasons.append(f"no token is left to train ({', '.join(others) or 'no calls'})")
+    return f"no gradient step: {'; '.join(reasons)}"

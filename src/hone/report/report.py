@@ -70,6 +70,7 @@ def write(
         "pictures": embedded,
     }
     numbers = outcome.as_dict() | {
+        "headline": values["headline"],
         "training_data": values["funnel"].as_dict()
         | {"retried": dict(outcome.history.retried)}
         | {"validation_retried": dict(outcome.history.validation_retried)},
