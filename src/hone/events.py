@@ -97,7 +97,7 @@ class RunStarted(Event, frozen=True):
     resumed: bool = False
     """An earlier session started the run."""
     root: str | None = None
-    """Root of the server that the run starts itself."""
+    """Root of the server: absolute, on the machine of the server."""
     base_url: str | None = None
     """Address of a server that outlives the run."""
     needs_key: bool = False

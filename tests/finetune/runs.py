@@ -166,8 +166,7 @@ class _Teller:
             learning_rate=story.learning_rate,
             output_dir=".demo",
             resumed=self.session > 1,
-            root=".demo/server",
-            **{"evaluator": "match"} | story.more,
+            **{"evaluator": "match", "root": ".demo/server"} | story.more,
         )
         yield self.event("preflight", checks=[{"name": "server", "ok": True, "message": "healthy"}])
 

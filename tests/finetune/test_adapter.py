@@ -68,6 +68,7 @@ async def test_initialize_registers_loads_and_says_where_the_model_answers(
         held_s = adapter.served.rollout_arguments["held_s"]
         assert await held_s("run:1", time.monotonic() - 60) == 0  # it has made no call
         assert adapter.info.base_model == str(tiny_model)
+        assert adapter.describe()["root"] == str(server.root)
         assert (await adapter.policy_step(), await adapter.is_healthy()) == (0, True)
         await adapter.initialize(finetuning())  # a second time is nothing
     [message] = [r.getMessage() for r in caplog.records if "Not applicable" in r.getMessage()]

@@ -283,7 +283,7 @@ def test_a_server_of_somebody_else_is_asked_where_it_is(
 ):
     story = Story(epochs=2, interval=1, examples=4)
     story.more = {"base_url": f"http://{host}:8000/v1", "needs_key": needs_key}
-    story.more["program"] = "/env/bin/hone"
+    story.more |= {"program": "/env/bin/hone", "root": None}
     tell(story, tmp_path)
     curl, export = commands_of(tmp_path)
     assert curl[1] == f"http://{host}:8000/v1/chat/completions"
@@ -298,6 +298,19 @@ def test_a_server_of_somebody_else_is_asked_where_it_is(
         "# on the server's machine, where HONE_ROOT is the root of the server, export a PEFT adapter"
         in text
     )
+
+
+@pytest.mark.parametrize("host", ["gpu", "127.0.0.1"])
+def test_a_shared_server_that_tells_its_root_is_exported_from(host: str, tmp_path: Path):
+    story = Story(epochs=2, interval=1, examples=4)
+    story.more = {"base_url": f"http://{host}:8000/v1", "root": "/srv/my root"}
+    story.more["program"] = "/env/bin/hone"
+    tell(story, tmp_path)
+    _, export = commands_of(tmp_path)
+    assert export[-2:] == ["--root", "/srv/my root"]
+    text = (tmp_path / "report.md").read_text()
+    elsewhere = "# on the server's machine, export a PEFT adapter"
+    assert "HONE_ROOT" not in text and (elsewhere in text) is (host == "gpu")
 
 
 def test_no_trained_step_beats_the_base_model(tmp_path: Path):

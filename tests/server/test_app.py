@@ -43,13 +43,16 @@ async def test_health_tells_those_with_the_key_what_is_served_and_where(
     state.models.register(ModelSpec(name="other", base_model="elsewhere"))
     await state.serving.engines.base(str(tiny_model))
     key = {"Authorization": "Bearer secret"}
-    for app in create_apps(state):
+    control, inference = create_apps(state)
+    for app in (control, inference):
         async with client(app) as http:
             stranger = (await http.get("/health")).json()
             assert stranger["status"] == "ok"
-            assert not {"port", "inference_port", "base_models"} & set(stranger)
+            assert not {"port", "inference_port", "base_models", "root"} & set(stranger)
             status = (await http.get("/health", headers=key)).json()
             assert (status["port"], status["inference_port"]) == (7001, 8001)
+            root = str(state.settings.root.absolute()) if app is control else None
+            assert status.get("root") == root  # the report's commands name it
             assert status["base_models"] == {str(tiny_model): True, "elsewhere": False}
     await state.serving.close()
 

@@ -93,6 +93,8 @@ class ARTTrainerAdapter(TrainerAdapter):
         self.summaries = self.backend.call_summaries
         self.training_jobs: dict[str, str] = {}
         """The newest job of each run, by run id."""
+        self._root: str | None = None
+        """Root of a server that is named in the file, if it tells."""
         self._run_id: str | None = None
         """The run that was opened last."""
 
@@ -123,9 +125,10 @@ class ARTTrainerAdapter(TrainerAdapter):
         if isinstance(self.backend, LocalBackend):
             self.backend.share = self.shares_server
         try:
-            await self.backend.health()
+            health = await self.backend.health()
         except HoneError as error:
             raise Unreachable(self.no_connection(str(error))) from error
+        self._root = health.get("root")
 
     async def ended(self) -> HoneError:
         return await self.backend.ended()
@@ -207,6 +210,7 @@ class ARTTrainerAdapter(TrainerAdapter):
         if config.ip is not None and self.served is not None:
             model["base_url"] = self.served.base_url
             model["needs_key"] = config.api_key != "default"
+            model["root"] = self._root
         elif config.ip is None:
             model["root"] = str(config.root.absolute())
         return model

@@ -182,15 +182,14 @@ def _commands(
         headers += ' -H "Authorization: Bearer $HONE_API_KEY"'
     program, serve = run.program or "hone", []
     folder = str(output_dir.absolute() / f"{run.name}-adapter")
-    root, where = "", ""
-    if run.base_url:
+    root, where = f" --root {shlex.quote(run.root)}" if run.root else "", ""
+    if run.base_url is None:
+        serve = [("serve the model", f"{program} serve{root}")]
+    elif urlsplit(run.base_url).hostname not in LOCAL:
+        program, folder, where = "hone", f"./{run.name}-adapter", "on the server's machine, "
+    if run.base_url and not root:  # the server did not tell
         root = ' --root "${HONE_ROOT:-.hone}"'
         where = "on the server's machine, where HONE_ROOT is the root of the server, "
-        if urlsplit(run.base_url).hostname not in LOCAL:
-            program, folder = "hone", f"./{run.name}-adapter"
-    else:
-        root = f" --root {shlex.quote(run.root)}" if run.root else ""
-        serve = [("serve the model", f"{program} serve{root}")]
     return [
         *serve,
         (asks, f"curl {url} {headers} \\\n  -d {data}"),

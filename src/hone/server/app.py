@@ -140,6 +140,8 @@ async def _health(state: State) -> dict[str, Any]:
         parts["storage"] = {"status": "failing", "reason": str(error)}
     if keyed:
         health |= {"port": state.settings.port, "inference_port": state.settings.inference_port}
+        if auth.access.get() == "operator":
+            health["root"] = str(state.settings.root.absolute())
     else:
         health.pop("jobs", None)
         parts = {name: {"status": part["status"]} for name, part in parts.items()}
