@@ -187,23 +187,6 @@ class RolloutRecord(Strict):
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Other metadata of the trajectory, such as the evaluator's `reasoning`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_trajectory(cls, fields: Any) -> Any:
-        """Read a record of an earlier version, which embeds its trajectory."""
-        if not isinstance(fields, dict) or "trajectory" not in fields:
-            return fields
-        record = dict(fields)
-        trajectory = record.pop("trajectory")
-        if trajectory is None:
-            return record
-        metadata = dict(trajectory.get("metadata") or {})
-        calls = metadata.pop("calls", None)
-        record |= {"reward": trajectory["reward"], "trained_calls": calls}
-        record |= {"episode": trajectory["episode"]} if calls is None else {}
-        record |= {"shaped_rewards": trajectory.get("shaped_rewards")}
-        return record | {"metadata": {k: v for k, v in metadata.items() if k not in _OF_RECORD}}
-
     @property
     def failure_kind(self) -> str | None:
         """`policy` or `infrastructure`; None on success."""
@@ -258,7 +241,3 @@ def not_by_policy(record: RolloutRecord) -> RolloutRecord:
     failure = record.failure.model_copy(update={"kind": "infrastructure"})
     untrained = {"reward": None, "trained_calls": None, "episode": None, "shaped_rewards": None}
     return record.model_copy(update={"failure": failure, **untrained})
-
-
-_OF_RECORD = ("id", "run_id", "epoch", "round", "generation", "rollout")
-"""Metadata of a trajectory that are fields of its record."""

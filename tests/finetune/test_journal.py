@@ -310,42 +310,6 @@ def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Pa
         assert noted.collection.trajectories[0][1].metadata == trajectories[1].metadata
 
 
-def test_records_and_submissions_that_embed_trajectories_are_still_read(tmp_path: Path):
-    """As hone wrote them before a rollout was recorded once."""
-    item = {"role": "user", "content": "hi", "logprobs": None, "metadata": None}
-    metadata = {"id": "a", "run_id": "r", "epoch": 0, "round": 0, "generation": 0, "rollout": "r:a"}
-    trajectory = {"episode": [item], "reward": 0.5, "shaped_rewards": [0.5]}
-    old = json.loads(record("a", rollout="r:a").model_dump_json(exclude={"trained_calls"}))
-    for key in ("episode", "shaped_rewards", "metadata"):
-        del old[key]
-    recorded = trajectory | {"metadata": {**metadata, "calls": ["c1"], "reasoning": "good"}}
-    foreign = trajectory | {"metadata": {**metadata, "calls": None, "tools": []}}
-    Journal.open(tmp_path, FACTS).close()
-    (tmp_path / "trajectories").mkdir()
-    lines = [
-        {**old, "trajectory": recorded},
-        {**old, "example": "b", "trajectory": foreign},
-        {**old, "example": "c", "trajectory": None},
-    ]
-    path = tmp_path / "trajectories" / "epoch_000.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sent = {"trajectories": [[recorded]], "run_id": "r", "metadata": {"epoch": 0}}
-    (tmp_path / "submissions").mkdir()
-    file = tmp_path / "submissions" / "000_000.json"
-    file.write_text(json.dumps({"collection": sent, "collected": {"metrics": {}}}))
-    with Journal.open(tmp_path, FACTS) as journal:
-        a, b, c = journal.records("train", 0)
-        assert (a.trained_calls, a.episode, a.metadata) == (["c1"], None, {"reasoning": "good"})
-        assert trajectory_of(a).metadata == recorded["metadata"]
-        assert (a.reward, a.shaped_rewards) == (0.5, [0.5])
-        assert b.trained_calls is None
-        assert [item.model_dump()["content"] for item in trajectory_of(b).episode] == ["hi"]
-        assert not c.is_trained
-        noted = journal.submitted(0, 0)
-        assert noted is not None
-        assert noted.collection == TrajectoryCollection.model_validate(sent)
-
-
 def test_a_round_costs_the_same_however_many_were_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -184,12 +184,9 @@ class Journal:
         path = self._submission(epoch, round)
         try:
             file = from_json(path.read_bytes())
-            sent = file.get("collection")  # written by an earlier version, with the whole text
-            if sent is None:
-                known = {record.rollout: record for record in self.records("train", epoch, round)}
-                groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
-                sent = {"trajectories": groups, "run_id": file["run_id"]}
-                sent["metadata"] = file["metadata"]
+            known = {record.rollout: record for record in self.records("train", epoch, round)}
+            groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
+            sent = {name: file[name] for name in ("run_id", "metadata")} | {"trajectories": groups}
             return Submission(TrajectoryCollection.model_validate(sent), file["collected"])
         except FileNotFoundError:
             return None
