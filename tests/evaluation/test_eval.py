@@ -489,7 +489,7 @@ async def test_what_cannot_be_scored_is_refused_before_anything_runs(bench: Work
     with pytest.raises(ConfigError) as refused:
         await bench.evaluate()
     n = len(rows)
-    assert f"rows.json: 1 of {n} rows have no 'answer', and _type: exact_match: row {n} (id" in str(
+    assert f"rows.json: no 'answer' in 1 of {n} rows, and _type: exact_match: row {n} (id" in str(
         refused.value
     )
     (bench.path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")

@@ -133,7 +133,7 @@ def test_rows_without_an_answer_are_named(refused: Refused):
     (line,) = refused()
     # 0 is an answer. A row without an id has its number.
     assert line == (
-        "a.yml:13: eval.general.dataset.file_path: train.jsonl: 2 of 4 rows have no 'answer', and "
+        "a.yml:13: eval.general.dataset.file_path: train.jsonl: no 'answer' in 2 of 4 rows, and "
         "reward.py:score takes `expected`: row 2 (id 'q2'), row 3 (id '3'). Fill the column or "
         "remove these rows, or give `expected` a default."
     )
@@ -141,7 +141,7 @@ def test_rows_without_an_answer_are_named(refused: Refused):
     assert refused(("reward.py", "lenient.py")) == []
     target = '{_type: python, target: "reward.py:score"}'
     (line,) = refused((target, "{_type: exact_match}"))
-    assert "2 of 4 rows have no 'answer', and _type: exact_match: row 2" in line
+    assert "no 'answer' in 2 of 4 rows, and _type: exact_match: row 2" in line
     assert refused((target, "{_type: contains, substrings: [a]}")) == []
     assert refused((target, "{_type: regex, pattern: a}")) == []
 

@@ -68,7 +68,7 @@ def missing_answers(
     more = ", ..." if len(missing) > ROWS_SHOWN else ""
     default = ", or give `expected` a default" if needed_by.endswith("`expected`") else ""
     return (
-        f"{where}: {len(missing)} of {len(items)} rows have no {column!r}, and {needed_by}: "
+        f"{where}: no {column!r} in {len(missing)} of {len(items)} rows, and {needed_by}: "
         f"{', '.join(shown)}{more}. Fill the column or remove these rows{default}."
     )
 
