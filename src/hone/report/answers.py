@@ -61,7 +61,8 @@ class Answers:
         rewards = [of[id].reward for of in (before, after) for id in both]
         known = [reward for reward in rewards if reward is not None]
         middle = (min(known) + max(known)) / 2 if known else 0.0
-        given = [after[id].reward for id, text in zip(both, last, strict=True) if text == answer]
+        same = [id for id, text in zip(both, last, strict=True) if text == answer]
+        given = [after[id].reward for id in same]
         # If all rewards are equal, none is low.
         low = sum(r is not None and r <= middle < max(known) for r in given)
         always = usual == answer and before_n >= ALIKE * len(both)
@@ -72,7 +73,7 @@ class Answers:
             total=len(before.keys() | after.keys()),
             before=len(set(first)),
             after=len(set(last)),
-            most_frequent=answer,
+            most_frequent=" ".join(after[same[0]].text.split()),
             num_most_frequent=n,
             num_low=low,
             collapsed=alike and low > 0 and not always,
