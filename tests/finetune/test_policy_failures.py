@@ -332,6 +332,19 @@ async def test_an_evaluator_that_raises_is_classified_when_the_round_closes(
             assert sorted(run.sent(0)) == [[-0.5] * 2, [1.0] * 2, [1.0] * 2]
 
 
+@pytest.mark.parametrize("service", [False, True])
+async def test_an_evaluator_that_blames_the_model_is_believed(bench: Bench, service: bool):
+    """Also where it scores no output at all: a model that collapsed is no broken evaluator."""
+    error = PolicyFailure("no answer in it", reason="empty")
+    async with trained(bench, lambda question: "right") as run:
+        run.agent, run.reward = lenient, Broken(error, everywhere=True, service=service)
+        run.train(4)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert run.history.failures == {"policy: empty": 8}
+        assert sorted(run.sent(0)) == [[0.0, 0.0]] * 4
+
+
 async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_again(bench: Bench):
     async with trained(bench, lambda question: "right") as run:
         run.agent, run.reward = lenient, Broken(KeyError("column"), everywhere=True)

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Protocol, Self, runtime_checkable
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hone.capture.base import SeenCall, Step
-from hone.errors import ConfigError
+from hone.errors import ConfigError, PolicyFailure
+from hone.rollout_record import EVALUATOR
 from hone.tally import as_float
 from hone.trajectory import failure_of
 from hone.types import Failure
@@ -121,6 +122,9 @@ class Score:
     is_outside: bool = False
     """Whether the cause of the failure lies outside the output: in a service, the network, the row or
     the configuration."""
+    reason: str = EVALUATOR
+    """Reason under which the failure is counted; another one if the evaluator raised PolicyFailure,
+    which says that the model failed."""
 
 
 @runtime_checkable
@@ -315,8 +319,11 @@ def unscored(
     error: BaseException, *, is_service: bool = False, listed: Collection[str] = ()
 ) -> Score:
     """The result of scoring that raised this error; arguments as in `score`."""
+    failure = failure_of(error)
+    if isinstance(error, PolicyFailure):
+        return Score(None, failure=failure, reason=error.reason)
     outside = is_service or outside_reason(error, listed) is not None
-    return Score(None, failure=failure_of(error), is_outside=outside)
+    return Score(None, failure=failure, is_outside=outside)
 
 
 def _behind(evaluator: Evaluator) -> Evaluator:

@@ -170,6 +170,8 @@ def _plain(value: Any) -> Any:
 
 def score_failure_kind(score: Score, *, answered: bool) -> Literal["policy", "infrastructure"]:
     """The kind of a failure to score, before the round closes (`kinds_at_close`)."""
+    if score.reason != EVALUATOR:
+        return "policy"  # the evaluator says so
     return "policy" if answered and not score.is_outside else "infrastructure"
 
 
@@ -181,7 +183,8 @@ def failure_kinds(name: str, results: Sequence[ItemResult]) -> list[str | None]:
         if result.kind is not None:
             outcomes.append((result.kind, "rollout"))
         elif score.value is None:
-            outcomes.append((score_failure_kind(score, answered=result.is_answered), EVALUATOR))
+            kind = score_failure_kind(score, answered=result.is_answered)
+            outcomes.append((kind, score.reason))
         else:
             outcomes.append((None, None))
     return kinds_at_close(outcomes)

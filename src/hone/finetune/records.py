@@ -16,7 +16,6 @@ from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult, score_failure_kind
 from hone.finetune.types import Trajectory
 from hone.rollout_record import (
-    EVALUATOR,
     CallRecord,
     FailureRecord,
     RolloutRecord,
@@ -130,7 +129,7 @@ def evaluator_failure(score: Score, *, answered: bool) -> FailureRecord:
     """Why a rollout could not be scored. `answered`: the policy answered a call of the rollout."""
     assert score.failure is not None, score
     kind = score_failure_kind(score, answered=answered)
-    return failure_record(kind, EVALUATOR, score.failure)
+    return failure_record(kind, score.reason, score.failure)
 
 
 def _failure(
