@@ -255,7 +255,7 @@ def test_where_the_result_is():
         description = adapter.describe()
         return {key: description[key] for key in ("base_url", "root") if key in description}
 
-    assert address(ip="gpu", port=7623) == {"base_url": "http://gpu:8000/v1"}
+    assert address(ip="gpu", port=7623) == {"base_url": "http://gpu:8000/v1", "root": None}
     # Absolute: a report may be read anywhere.
     assert address() == {"root": str(Path.cwd() / ".hone")}
     assert address(root="runs/server") == {"root": str(Path.cwd() / "runs" / "server")}

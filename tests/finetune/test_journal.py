@@ -190,6 +190,7 @@ def test_a_name_that_is_taken_stops_fresh(tmp_path: Path):
         Journal.open(tmp_path / "out", FACTS, fresh=True)
 
 
+@pytest.mark.e2e
 def test_two_processes_do_not_share_a_directory(tmp_path: Path):
     with Journal.open(tmp_path, FACTS):
         program = f"""

@@ -71,6 +71,7 @@ class TestEmbedded(EngineConformance):
         await served.engine.close()
 
 
+@pytest.mark.e2e  # the suite of TestEmbedded again, which takes seconds
 class TestTightEmbedded(TestEmbedded):
     """The same with prompts prefilled in chunks of 7 tokens and a very small KV cache."""
 
@@ -82,6 +83,7 @@ class TestTightEmbedded(TestEmbedded):
         await served.engine.close()
 
 
+@pytest.mark.e2e
 class TestMergedEmbedded(TestEmbedded):
     """The same with every adapter merged into the weights as soon as it has computed a row."""
 

@@ -156,6 +156,7 @@ grammar_check.main()
     assert (done.returncode, done.stdout) == (0, '"checked"\n')
 
 
+@pytest.mark.e2e
 def test_a_slow_check_does_not_hold_up_what_is_compiled(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_fifty_ragged_jobs_compile_nothing(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.e2e  # compiles for seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_a_compiled_layer_stores_gate_and_up_and_not_what_follows_from_them():
     """Their product and the normalised input are computed again in the backward pass."""

@@ -508,6 +508,7 @@ def test_no_result_is_kept_of_a_layer_that_the_model_skips(
     assert all(layers._input is None for layers in kept)
 
 
+@pytest.mark.e2e  # compiles for seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
 def test_a_compiled_feed_forward_part_that_is_recomputed_is_not_kept():
     model = BY_NAME["Qwen2.5"].model()

@@ -149,6 +149,7 @@ def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
 # ---- the loop ---------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_a_whole_loop_with_bodies_that_a_worker_process_reads(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_connections_beyond_the_limit_are_refused_and_the_others_served(
     assert httpx.get(server.control_url + "/health").status_code == 200
 
 
+@pytest.mark.e2e
 def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
     make_server: MakeServer, tiny_model: Path
 ) -> None:
@@ -137,6 +138,7 @@ LARGE = {
 """Routes that hand large bodies to another process."""
 
 
+@pytest.mark.e2e
 def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeServer) -> None:
     server = make_server(max_small_body_bytes=1000, large_body_bytes=1500)
     paths = httpx.get(server.control_url + "/openapi.json").json()["paths"]

@@ -353,6 +353,7 @@ def test_the_constraint_begins_after_the_reasoning(make_server: MakeServer, tmp_
         Person.model_validate_json(choice.message.content)
 
 
+@pytest.mark.e2e
 def test_a_slow_schema_is_refused_and_the_server_goes_on(
     ask: Callable[..., Any], shared: Server
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.fakes import ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer
@@ -14,6 +15,7 @@ from tests.server.conftest import MakeServer
 REQUESTS = 500
 
 
+@pytest.mark.e2e
 async def test_500_at_once_are_all_answered_and_recorded(
     make_server: MakeServer, tiny_model: Path, tokenizer: Any
 ) -> None:

@@ -43,6 +43,7 @@ async def test_events_follow_a_job_to_its_end(open_api: Open):
     await api.ask("GET", f"{JOBS}/job-0/events", status=404)
 
 
+@pytest.mark.e2e
 async def test_tokens_of_a_job_page_by_page(api: Api):
     forced = Call(
         prompt_ids=[40, 41],
@@ -90,6 +91,7 @@ async def test_tokens_of_a_job_page_by_page(api: Api):
     await api.ask("GET", f"{JOBS}/job-0/samples", status=404)
 
 
+@pytest.mark.e2e
 async def test_tokens_that_were_pruned_are_gone_and_said_to_be(open_api: Open):
     api = await open_api()
     await api.register()
@@ -103,6 +105,7 @@ async def test_tokens_that_were_pruned_are_gone_and_said_to_be(open_api: Open):
     assert (await api.ask("GET", f"{JOBS}/{job.id}"))["metrics"] == job.metrics
 
 
+@pytest.mark.e2e
 async def test_a_job_that_is_drawn_keeps_the_learners_logprobs(
     open_api: Open, monkeypatch: pytest.MonkeyPatch
 ):
