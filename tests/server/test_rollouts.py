@@ -1,6 +1,7 @@
 """Rollouts: whose call it was, what it continues to the token, and what a restart remembers."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -264,7 +265,7 @@ def long_rollout(count: int) -> list[RecordedCall]:
                 base_model="base",
                 adapter_sha256=None,
                 fingerprint="f",
-                created_at=0.0,
+                created_at=time.time(),  # the server prunes old ones meanwhile
                 messages=messages,
                 reply=answer,
                 finish="length" if turn == 3 else "stop",
