@@ -155,13 +155,7 @@ def timed_out(
     )
     # A call in flight does not excuse the policy: an agent that never ends is nearly always in one.
     ended = [call for call in calls if not _is_interrupted(call)]
-    return RolloutFailure.of(
-        "agent",
-        "timeout",
-        failure,
-        ended,
-        answered_by_policy(calls, None) if answered is None else answered,
-    )
+    return RolloutFailure.of("agent", "timeout", failure, ended, answered)
 
 
 # ---- one exception ------------------------------------------------------------------------------
