@@ -81,7 +81,7 @@ bench: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.server.chaos $(ARGS)
-	HONE_CHAOS=1 $(BIN)/python -m pytest tests/e2e/test_kill_objectives.py
+	HONE_CHAOS=1 $(BIN)/python -m pytest tests/e2e/test_kill_objectives.py tests/e2e/test_same_adapter.py
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.server.fuzz $(ARGS)

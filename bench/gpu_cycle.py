@@ -184,7 +184,7 @@ class _Bench:
         """KL of sampler and learner on tokens of each step, beside that of plain HF with and without it."""
         options = self._options
         root = options.root or options.scratch / "root"
-        checkpoints = root / "bench" / "models" / "cycle" / "checkpoints"
+        checkpoints = root / "projects" / "bench" / "models" / "cycle" / "checkpoints"
         for step in range(options.repeats):
             replies = await self._replies(options.groups, options.rollouts, step)
             groups = [_group(messages, reply, _short_words) for messages, reply in replies]

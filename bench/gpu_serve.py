@@ -295,7 +295,7 @@ async def _train_one_step(url: str, model: Path, options: argparse.Namespace) ->
         say("one job", seconds=time.perf_counter() - began, step=result.step, **result.metrics)
         await policy.close()
     root = options.root or options.scratch / "root"
-    steps = root / "bench" / "models" / "policy" / "checkpoints"
+    steps = root / "projects" / "bench" / "models" / "policy" / "checkpoints"
     return max(path.parent for path in steps.glob("*/adapter_config.json"))
 
 

@@ -23,6 +23,8 @@ import pytest
 from hypothesis import settings
 from tests import processes
 
+from hone import redact
+
 if TYPE_CHECKING:
     from hone import LocalBackend
 
@@ -96,6 +98,12 @@ WORKERS: list[dict[str, float]] = []
 """What each process of pytest-xdist reported when it ended."""
 LEFT_OUT: list[int] = []
 """How many tests `-m` left to the other verb."""
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process hides every secret that it was given; a test hides its own."""
+    monkeypatch.setattr(redact, "SECRETS", redact.SecretValues())
 
 
 @pytest.hookimpl(tryfirst=True)

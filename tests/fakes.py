@@ -89,7 +89,8 @@ class ScriptedEngine:
         self.repeatable = True
         """Whether equal seeds give equal answers; not with vLLM."""
         self.failing: Exception | None = None
-        """Raised by every request from its second token on."""
+        """Raised by every request, at its token number `fails_at`."""
+        self.fails_at = 1
         self.failure: BaseException | None = None
         """What broke the engine: set it, and the server must open another."""
         self.max_length = 1 << 30
@@ -133,7 +134,7 @@ class ScriptedEngine:
         try:
             for place in range(max(len(answer.ids) for answer in answers)):
                 await asyncio.sleep(self.delay_s)
-                if self.failing is not None and place:
+                if self.failing is not None and place >= self.fails_at:
                     raise self.failing
                 for sample, answer in enumerate(answers):
                     if place < len(answer.ids):

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from hone.errors import StateError
+from hone.errors import DiskFull, StateError
 from hone.event_log import EventLog, EventReader, read
-from hone.events import Event, JobDone, PreflightDone, RunStarted, ValidationDone, WarningLogged
+from hone.events import (
+    EpochCollected,
+    Event,
+    JobDone,
+    PreflightDone,
+    RunStarted,
+    ValidationDone,
+    WarningLogged,
+)
 
 
 @dataclass
@@ -33,6 +41,28 @@ def test_what_is_appended_is_read_back_in_order(tmp_path: Path):
     assert warning.at <= preflight.at
     assert len(path.read_bytes().splitlines()) == 2
     assert list(json.loads(path.read_bytes().splitlines()[0])) == ["at", "type", "message"]
+
+
+def test_a_password_that_is_also_the_name_of_the_project_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("POSTGRES_PASSWORD", "invoice-agent")
+    path = tmp_path / "events.jsonl"
+    where = {"name": "invoice-agent", "project": "invoice-agent", "root": "/srv/invoice-agent"}
+    with EventLog(path) as log:
+        log.append("run_started", run_id="r", session=1, epochs=1, step=0, **where)
+        log.append("warning", message="invoice-agent was refused")
+    started, warning = read(path)
+    assert started.model_dump(include={*where}) == where
+    assert isinstance(warning, WarningLogged) and warning.message == "<hidden> was refused"
+
+
+def test_examples_of_a_curriculum_keep_their_ids(tmp_path: Path):
+    curriculum = {"history": {"sk-task-000000000001": {"epoch": 0, "excluded": True}}}
+    place = {"epoch": 0, "round": 0, "metrics": {}, "dropped": {}, "zero_variance_groups": 0}
+    with EventLog(tmp_path / "events.jsonl") as log:
+        event = log.append("epoch_collected", **place, curriculum=curriculum)
+    assert isinstance(event, EpochCollected) and event.curriculum == curriculum
 
 
 def test_a_log_that_is_not_there_is_empty(tmp_path: Path):
@@ -139,3 +169,29 @@ def messages(path: Path) -> list[str]:
 
 
 DONE = {"epoch": 0, "round": 0, "job": "j-1", "step": 1, "seconds": 1.0}
+
+
+def test_an_event_holds_no_secret_and_keeps_its_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("AGENT_TOKEN", "value-of-the-agent")
+    heard: list[Event] = []
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.listeners.append(heard.append)
+        log.append("warning", message="got value-of-the-agent", example="value-of-the-agent", n=0.5)
+        log.tell("warning", message="at http://me:pw@host")
+    [event] = read(tmp_path / "events.jsonl")
+    assert isinstance(event, WarningLogged) and event.message == "got <hidden>"
+    assert event.model_extra == {"example": "value-of-the-agent", "n": 0.5}
+    told = [one.message for one in heard if isinstance(one, WarningLogged)]
+    assert told == ["got <hidden>", "at http://me:<hidden>@host"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_closing_a_log_on_a_full_disk_does_not_hide_the_readable_error(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.symlink_to("/dev/full")
+    # The line stays in the file's buffer, and closing the file writes it once more.
+    full = r"events\.jsonl: the disk is full .*Free some space"
+    with pytest.raises(DiskFull, match=full), EventLog(path) as log:
+        log.append("warning", message="not written")

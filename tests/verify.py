@@ -65,6 +65,7 @@ VERBS: Mapping[str, Verb] = {
         (
             *("tests/server/chaos.py", "tests/server/small_server.py"),
             *("tests/e2e/conftest.py", "tests/e2e/test_kill_objectives.py"),
+            *("tests/e2e/test_kill.py", "tests/e2e/test_same_adapter.py"),
         ),
     ),
     "fuzz": Verb(

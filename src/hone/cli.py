@@ -9,6 +9,7 @@ do. Any other exception is a bug in hone and is shown with its traceback.
 
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from hone.errors import HoneError
 from hone.exchange_commands import exchange
 from hone.interrupt import INTERRUPTED, leave
 from hone.models import gguf
+from hone.redact import redact
+from hone.root_commands import backup_command, delete_command, prune_command
 from hone.server.settings import read_settings, settings_options
 from hone.terminal import (
     Command,
@@ -35,6 +38,7 @@ from hone.terminal import (
     log_no_more,
     pairs,
     parse_path,
+    print_error,
     print_table,
 )
 
@@ -70,7 +74,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except HoneError as error:
             problems = getattr(error, "problems", ())
-            typer.echo(f"hone: {_headed(error, problems)}", err=True)
+            print_error(_headed(error, problems))
         except KeyboardInterrupt:
             typer.echo("hone: interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -158,13 +162,16 @@ def _root(
 
 @models.callback()
 def _models() -> None:
-    """List, download and inspect base models.
+    """List, download and inspect base models; delete trained ones.
 
-    A name is looked up in this order: local directory, installed wheel, the hub's cache, the hub.
+    The name of a base model is looked up in this order: local directory, installed wheel, the hub's
+    cache, the hub. `delete` and `prune` are for the models that a server has trained.
 
         hone models list
 
         hone models show Qwen/Qwen2.5-0.5B-Instruct
+
+        hone models prune
     """
 
 
@@ -231,6 +238,11 @@ def show_model(name: Name, log_level: LogLevel = None) -> None:
     for label, value in rows:
         table.add_row(label, value)
     print_table(table)
+
+
+models.command("delete")(delete_command)
+models.command("prune")(prune_command)
+app.command("backup")(backup_command)
 
 
 @app.command("serve")
@@ -395,9 +407,12 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except HoneError as error:  # from --help and --version, which run no command, or the flush
-        typer.echo(f"hone: {error}", err=True)
+        print_error(str(error))
         sys.exit(1)
     except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001  # a bug in hone: its traceback, without secrets
+        sys.stderr.write(redact("".join(traceback.format_exception(error))))
         sys.exit(1)
 
 

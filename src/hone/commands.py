@@ -14,7 +14,16 @@ import typer
 from rich.table import Table
 
 from hone.interrupt import INTERRUPTED, leave
-from hone.terminal import Command, LogLevel, pairs, parse_path, parse_seconds, print_table
+from hone.redact import redact
+from hone.terminal import (
+    Command,
+    LogLevel,
+    pairs,
+    parse_path,
+    parse_seconds,
+    print_error,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from hone.config.base import DatasetBaseConfig
@@ -229,7 +238,7 @@ def eval_command(
     )
     _print_summary(summary)
     if summary.failed:
-        typer.echo(f"hone: {summary.message}", err=True)
+        print_error(summary.message)
         raise typer.Exit(1)
 
 
@@ -250,7 +259,7 @@ def _print_summary(summary: "EvalSummary") -> None:
         table.add_row(row.name, score, str(row.failures), by_policy, str(row.output_file))
     print_table(table)
     if summary.note:
-        typer.echo(f"\n{summary.note}")
+        typer.echo(f"\n{redact(summary.note)}")
 
 
 @harness.command("run", cls=Command)
@@ -300,7 +309,7 @@ def run_command(
             continue
         failed = True
         failure = result.failure.failure
-        typer.echo(f"hone: the workflow failed: {failure.type}: {failure.message}", err=True)
+        print_error(f"the workflow failed: {failure.type}: {failure.message}")
     if failed:
         raise typer.Exit(1)
 
@@ -423,4 +432,4 @@ def components_command(
             table.add_row(component.kind, component.name, component.package, component.summary)
     print_table(table)
     for reason in failed:
-        typer.echo(f"hone: {reason}", err=True)
+        print_error(str(reason))

@@ -31,6 +31,9 @@ _SQLITE = {
     sqlite3.SQLITE_IOERR: errno.EIO,
     sqlite3.SQLITE_CANTOPEN: errno.EMFILE,
     sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_BUSY: errno.EBUSY,
+    sqlite3.SQLITE_LOCKED: errno.EBUSY,
+    sqlite3.SQLITE_PROTOCOL: errno.EBUSY,  # it gave up: too many others took the lock first
 }
 """SQLite's primary result codes for disk errors, and the errno of each."""
 _RUST = re.compile(r"\(os error ([0-9]+)\)")
@@ -49,9 +52,18 @@ def sync(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Rename, in the same directory."""
+    """Rename, in the same directory, to a name that is free.
+
+    If the directory cannot be synced, the rename is undone: a caller that is told of a failure, and
+    everybody who looks at the disk, see the old name.
+    """
     path.rename(target)
-    sync(target.parent)
+    try:
+        sync(target.parent)
+    except OSError:
+        with suppress(OSError):  # then the new name stays, and the next `sync` makes it durable
+            target.rename(path)
+        raise
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -67,7 +79,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            move(partial, path)
+            partial.replace(path)
+            sync(path.parent)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -138,6 +151,12 @@ def storage(path: Path) -> Iterator[None]:
         if number in (errno.ENOSPC, errno.EDQUOT):
             return DiskFull(
                 f"{where}: the disk is full ({error}). Free some space on the disk that holds it."
+            )
+        if isinstance(error, sqlite3.Error) and number == errno.EBUSY:
+            return StorageError(
+                f"{where}: another process holds a lock on this file ({error}). Nothing was changed; "
+                "retry. If it keeps the lock, end it: a sqlite3 shell with an open transaction, or a "
+                f"backup. `lsof {where}` lists the processes."
             )
         return StorageError(
             f"{where}: the file cannot be read or written at the moment ({error}). Nothing was changed; "

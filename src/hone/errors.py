@@ -8,6 +8,7 @@
     |   |-- NotFound                      no model, job, checkpoint or rollout of that name
     |   |   `-- UnknownModel              a request for a model that is not served
     |   |-- Conflict                      the name is in use, or the state does not allow it
+    |   |   `-- AmbiguousModel            a model name that several projects have
     |   |-- Unprocessable                 a request with wrong fields; names each of them
     |   |-- BadRequest                    a request that cannot be answered as sent
     |   |-- GrammarError                  a schema, regex or grammar that constrains no answer
@@ -21,6 +22,7 @@
     |   |       `-- AgentTimeout          it did not end in time
     |   |-- RequestTooLarge               a request that does not fit into the engine
     |   `-- TemplateError                 messages that the chat template cannot render
+    |       `-- TemplateLimit             a chat template that takes too much time or memory
     |-- TrainingError (RuntimeError)      the job must be changed
     |   |-- NonFinite                     a loss or a gradient is NaN or infinite
     |   |-- SampleRefused                 a trajectory that cannot be trained on as sent
@@ -54,6 +56,21 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A sentence with the nearest known name, to follow a full stop; empty if none is near."""
     near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def near_names(name: str, known: Sequence[str], most: int = 5) -> str:
+    """The nearest of the known models, at most `most`, and how many there are; for a message.
+
+    A name without a project is compared with the last part of each PROJECT/NAME.
+    """
+    if len(known) <= most:
+        return ", ".join(known) or "none yet"
+    spelled = {one.rpartition("/")[2]: one for one in reversed(known)} if "/" not in name else {}
+    spelled |= {one: one for one in known}
+    near = [spelled[one] for one in get_close_matches(name[:200], spelled, n=most)]
+    if not near:
+        return f"{len(known)} models, the first {', '.join(known[:most])}"
+    return f"{len(known)} models, the nearest {', '.join(dict.fromkeys(near))}"
 
 
 class HoneError(Exception):
@@ -98,6 +115,13 @@ class UnknownModel(NotFound):
 
 class Conflict(ConfigError):
     """The name is in use, or the state does not allow it."""
+
+
+class AmbiguousModel(Conflict):
+    """A model name that several projects have; names the candidates."""
+
+    param = "model"
+    code = "model_ambiguous"
 
 
 class Unprocessable(ConfigError):
@@ -206,6 +230,10 @@ class RequestTooLarge(RolloutError):
 
 class TemplateError(RolloutError):
     """Messages that the chat template cannot render."""
+
+
+class TemplateLimit(TemplateError):
+    """A chat template that takes too much time or memory, or writes too much."""
 
 
 class TrainingError(HoneError, RuntimeError):

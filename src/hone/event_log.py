@@ -7,7 +7,8 @@ Out:  `events.jsonl` in the run's output_dir, one line of JSON per event; typed 
 All curves and numbers of a report come from this file, so a run that was killed and resumed has one
 history. An incomplete last line, left by a kill, is removed when the file is opened again; a bad
 line anywhere else is an error, because a history with a gap would still look complete. An
-interrupted run may log an epoch twice: the later event counts.
+interrupted run may log an epoch twice: the later event counts. Secrets are removed here, so neither
+the file nor what is made of it (reports, loggers, the console) has any.
 """
 
 import json
@@ -15,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,11 +26,17 @@ from pydantic_core import to_json, to_jsonable_python
 from hone.disk import open_lines, storage
 from hone.errors import StateError
 from hone.events import Event, parse
+from hone.redact import redact_json
 
 FILE = "events.jsonl"
 """Name of the log in a run's output_dir."""
 UNSYNCED = frozenset({"rollout"})
 """Event types that are written without syncing: the journal has the rollout."""
+IDS = ("example", "rollout", "run_id", "curriculum", "curriculum_state")
+"""Fields that are written as they are: a run finds its rollouts and its examples by them."""
+PLACES = ("name", "project", "base_model", "root", "config_file", "output_dir")
+"""The same for `run_started`: later commands find the model and its files by them, and a password
+may be the name of the project."""
 
 Listener = Callable[[Event], None]
 
@@ -60,11 +68,15 @@ class EventLog:
         return self._emit(type, fields, written=False)
 
     def close(self) -> None:
-        self._file.close()
+        # An event that could not be written has raised in `append`. Closing tries to write it once
+        # more, and a second error would hide the first, which says what to do.
+        with suppress(OSError):
+            self._file.close()
 
     def _emit(self, type: str, fields: dict[str, Any], *, written: bool) -> Event:
         # Listeners get the same values as a reader of the file.
         plain = to_jsonable_python(fields, inf_nan_mode="null")
+        plain = redact_json(plain, keep=(*IDS, *PLACES) if type == "run_started" else IDS)
         own = {"at": time.time(), "type": type}
         raw = own | plain | own  # first in the line, and not for a plugin's fields to change
         event = parse(raw)

@@ -24,7 +24,7 @@ from hone.capture.base import host_of
 from hone.errors import ConfigError
 from hone.train_config import TrainSFTConfig
 from hone.trajectory import Trajectory, TrajectoryGroup, as_plain_number, means
-from hone.types import AnyName, AnyProject, ModelSpec, TrainConfig, stored_name
+from hone.types import AnyName, ModelSpec, TrainConfig, stored_name
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -48,7 +48,7 @@ class Model(BaseModel, Generic[ConfigT]):
     name: AnyName
     """Any printable text; if it is not a valid directory name, files are stored under a derived
     name."""
-    project: AnyProject = "default"
+    project: AnyName = "default"
     entity: str | None = None
     """Owner of the project in a service that metrics are reported to, such as W&B."""
     id: str | None = None
@@ -57,7 +57,7 @@ class Model(BaseModel, Generic[ConfigT]):
     config: ConfigT | None = None
     """Available to your rollouts; not used by hone."""
     base_path: str = ".hone"
-    """Directory for state.json and logged trajectories, in PROJECT/models/NAME below it."""
+    """Directory for state.json and logged trajectories, in projects/PROJECT/models/NAME below it."""
     report_metrics: list[str] | None = None
     """Loggers that metrics are also sent to, such as `wandb` and `tensorboard`. None: W&B, if
     `WANDB_API_KEY` is set and W&B is installed."""

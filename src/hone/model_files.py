@@ -1,6 +1,6 @@
 """Local files of a model: state.json, history.jsonl, logged trajectories.
 
-In:   a directory, PATH/PROJECT/models/NAME; state and metrics of the user's program
+In:   a directory, PATH/projects/PROJECT/models/NAME; state and metrics of the user's program
 Out:  files in the same format as a server writes, so that one reader can read both
 
 A trained model's history is on its server. Only models that no server trains have one here.
@@ -14,6 +14,7 @@ from typing import Any
 
 from hone.disk import append_lines, storage, write_atomic
 from hone.errors import ConfigError, StateError
+from hone.redact import redact_json
 from hone.tally import as_float
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import stored_name
@@ -21,9 +22,9 @@ from hone.types import stored_name
 Logged = Iterable[Trajectory | TrajectoryGroup | BaseException]
 
 
-def model_directory(base_path: str, project: str, name: str) -> Path:
-    """Where the files of a model are."""
-    return Path(base_path) / stored_name(project) / "models" / stored_name(name)
+def model_directory(base_path: str | Path, project: str, name: str) -> Path:
+    """Where the files of a model are, on a server or here. Nothing else is under `projects`."""
+    return Path(base_path) / "projects" / stored_name(project) / "models" / stored_name(name)
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
@@ -91,11 +92,12 @@ def log_trajectories(
     step: int,
     items: Logged,
 ) -> None:
-    """Append one line per group to trajectories/SPLIT/STEP.jsonl."""
+    """Append one line per group to trajectories/SPLIT/STEP.jsonl, without secrets in its text."""
     groups = [
         item if isinstance(item, TrajectoryGroup) else TrajectoryGroup([item]) for item in items
     ]
-    lines = "".join(f"{group.model_dump_json()}\n" for group in groups)
+    shown = (redact_json(json.loads(group.model_dump_json())) for group in groups)
+    lines = "".join(f"{json.dumps(group)}\n" for group in shown)
     append_lines(directory / "trajectories" / split / f"{step:04d}.jsonl", lines.encode())
 
 

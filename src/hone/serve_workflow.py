@@ -34,6 +34,7 @@ from hone.config.schema import read
 from hone.errors import BadRequest, ConfigError, Forbidden, Unauthorized
 from hone.evaluation.steps import all_steps
 from hone.interrupt import INTERRUPTED, Interrupts
+from hone.redact import redact
 from hone.wire.access import (
     KEY_FORM,
     Names,
@@ -46,6 +47,7 @@ from hone.wire.access import (
 )
 from hone.wire.errors import status_of
 from hone.wire.limits import LimitedBody, TimedProtocol
+from hone.wire.peers import CONNECTION, Connection, is_own, own_users
 from hone.wire.rollout import RolloutScope
 from hone.workflow.endpoint import DATA, STEP
 from hone.workflow.function import Function
@@ -227,6 +229,8 @@ class WorkflowApp:
                 if self._key and needs_key and not has_key(self._key, request.headers):
                     how = "send the key of --api_key: Authorization: Bearer KEY"
                     raise Unauthorized(f"{key_problem(request.headers)}; {how}")
+                if not self._key and needs_key:
+                    await _check_user(request)
                 return await answer(request)
             except (Unauthorized, Forbidden, BadRequest) as error:
                 return _error(status_of(error), str(error))
@@ -328,6 +332,16 @@ class WorkflowApp:
             await asyncio.wait({run, left})
 
 
+async def _check_user(request: Request) -> None:
+    """Refuse another user of this machine; for a service without a key."""
+    connection: Connection | None = request.scope.get("state", {}).get(CONNECTION)
+    if connection is not None and not is_own(await connection.user()):
+        raise Unauthorized(
+            f"the service has no key, so it accepts only {own_users()}. Start it with --api_key KEY, "
+            "and send that key: Authorization: Bearer KEY"
+        )
+
+
 async def _left(request: Request) -> None:
     """Returns when the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -404,4 +418,4 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 
 
 def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return _json({"error": {"message": as_text(message)}}, status, headers)
+    return _json({"error": {"message": redact(as_text(message))}}, status, headers)

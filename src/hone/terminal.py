@@ -24,6 +24,7 @@ from typer.core import TyperCommand
 from hone import progress
 from hone.disk import output
 from hone.errors import ConfigError
+from hone.redact import redact
 from hone.types import EMPTY_PATH
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class _ToConsole(logging.Handler):
     """Prints above a live display, never into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        progress.write(self.format(record))
+        progress.write(redact(self.format(record)))
 
 
 def log_from(level: str | None) -> str | None:
@@ -180,6 +181,11 @@ LogLevel = Annotated[
         show_default=False,
     ),
 ]
+
+
+def print_error(message: str) -> None:
+    """Print why a command failed, without the secrets in the message."""
+    typer.echo(f"hone: {redact(message)}", err=True)
 
 
 def print_table(table: Table) -> None:

@@ -31,12 +31,13 @@ from pydantic import (
 )
 
 from hone.place import place_of
+from hone.redact import redact
 from hone.tally import run_rollouts
 from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tools
 
 
 def _is_none(value: object) -> bool:
-    """Fields of later versions are not written if unknown: a job of before has the same hash."""
+    """Most trajectories note no policy version; the fields are then not written."""
     return value is None
 
 
@@ -95,6 +96,8 @@ class Trajectory(History):
     """The step that it was begun with, if its author notes it; recorded calls have their own."""
     final_policy_version: int | None = Field(default=None, exclude_if=_is_none)
     start_time: datetime = Field(default_factory=datetime.now, exclude=True)
+    _started: float = PrivateAttr(default=0.0)
+    """`start_time` by the monotonic clock: the other one may jump before `finish`."""
 
     @model_validator(mode="after")
     def _a_value_per_trained_call(self) -> Self:
@@ -108,10 +111,13 @@ class Trajectory(History):
     def log(self, message: str) -> None:
         self.logs.append(message)
 
+    def model_post_init(self, context: Any, /) -> None:
+        age_s = (datetime.now(self.start_time.tzinfo) - self.start_time).total_seconds()
+        self._started = time.monotonic() - age_s
+
     def finish(self) -> Self:
         """Set `metrics["duration"]` to the seconds since `start_time`."""
-        now = datetime.now(self.start_time.tzinfo)
-        self.metrics["duration"] = (now - self.start_time).total_seconds()
+        self.metrics["duration"] = time.monotonic() - self._started
         return self
 
     @asynccontextmanager
@@ -228,11 +234,11 @@ def get_messages(messages_and_choices: MessagesAndChoices) -> Messages:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as data."""
+    """An exception as data, without the secrets in its text."""
     return Failure(
         type=type(error).__name__,
-        message=_message_of(error),
-        traceback=_traceback_of(error),
+        message=redact(_message_of(error)),
+        traceback=redact(_traceback_of(error)),
         place=place_of(error),
     )
 

@@ -45,18 +45,6 @@ def _not_empty(path: object) -> object:
 Directory = Annotated[Path, BeforeValidator(_not_empty)]
 """A directory to write to. Python reads the empty path, which an unset variable of a shell leaves, as
 the current directory."""
-_ROOT_FILES = re.compile(r"api_key|cache|evals|logs|runs|(server|state)\..*", re.IGNORECASE)
-"""Files of a server under its root, beside the directories of projects."""
-
-
-def _not_a_root_file(project: str) -> str:
-    if _ROOT_FILES.fullmatch(project):
-        raise ValueError(f"{project!r} is a file of the server's own; choose another project name")
-    return project
-
-
-ProjectName = Annotated[Name, AfterValidator(_not_a_root_file)]
-"""A project becomes a directory under the server's root."""
 
 
 def _readable(name: str) -> str:
@@ -67,7 +55,6 @@ def _readable(name: str) -> str:
 
 AnyName = Annotated[str, StringConstraints(min_length=1, max_length=200), AfterValidator(_readable)]
 """A name as ART's users write them, with spaces and slashes; `stored_name` turns it into a Name."""
-AnyProject = Annotated[AnyName, AfterValidator(_not_a_root_file)]
 
 
 def stored_name(name: str) -> str:
@@ -214,7 +201,7 @@ class ModelSpec(Strict):
     model_config = ConfigDict(allow_inf_nan=False)
 
     name: Name
-    project: ProjectName = "default"
+    project: Name = "default"
     base_model: str = Field(min_length=1, max_length=512)
     """A name from `hone models list`, a hub name or a directory on the server."""
     rank: int = Field(default=8, gt=0, le=512)
@@ -284,7 +271,8 @@ class JobInfo(Strict):
     ended_at: float | None = None
     attempts: int = 0
     waiting_for: str | None = None
-    """Why a started job is queued again: a full disk, a crash of the learner or of the engine."""
+    """Why a job waits in the queue: a full disk, a crash of the learner or of the engine, another
+    learner on its GPU."""
     retries: int = 0
     """Number of crashes of the learner or the engine during the job."""
     server_deaths: int = 0
@@ -341,6 +329,12 @@ class CheckpointInfo(Strict):
     job: str | None
     created_at: float
     metrics: dict[str, float]
+    bytes: int = 0
+    """Size of its files."""
+    optimizer: bool = True
+    """Whether it has the state of its optimizer. Old steps lose it (keep_optimizer_steps)."""
+    in_use: bool = False
+    """Whether an open run started from it: the run's last validation compares it with the best step."""
 
 
 class RunSpec(Strict):
@@ -348,7 +342,8 @@ class RunSpec(Strict):
 
     id: Name
     model: str | None = None
-    """NAME or PROJECT/NAME: the model that answers to the base model's name inside this run."""
+    """NAME or PROJECT/NAME: the model that answers to the base model's name inside this run. The server
+    stores it as PROJECT/NAME."""
     seed: int = Field(default=0, ge=0)
     aliases: tuple[ModelAlias, ...] = Field(default=(), max_length=100)
     """Names that mean `model` inside this run, for agents with a model name in their code."""

@@ -105,7 +105,7 @@ def prove_art(python: Path, ready: dict[str, Any], base: Path) -> None:
         saw,
     )
     show("so is one whose name has spaces and slashes", saw["odd"] == [1, saw["before"]], saw)
-    _prove_files(Path(ready["root"]) / "proof" / "models" / "agent")
+    _prove_files(Path(ready["root"]) / "projects" / "proof" / "models" / "agent")
 
 
 def _prove_files(directory: Path) -> None:
@@ -167,7 +167,7 @@ def prove_local_scripts(base: Path) -> None:
     steps = [line.split() for line in played.stdout.splitlines()]
     ran = [(step, count) for step, _, count in steps] == [("1", "6"), ("2", "6")]
     show("a loop over games of 2048 trains two steps", ran, played.stdout)
-    model = base.parent / ".hone/2048/models/agent-002"  # the default base_path
+    model = base.parent / ".hone/projects/2048/models/agent-002"  # the default base_path
     has_state = json.loads((model / "state.json").read_text()) == {"games": 2}
     logged = sorted(path.name for path in (model / "trajectories/val").iterdir())
     show(

@@ -14,6 +14,7 @@ is known beside the one after them).
 
 import asyncio
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -376,6 +377,26 @@ class EngineConformance:
             wanted = served.expected(PROMPT, done, None, temperature or 1)
             served.assert_agree(done.logprobs, wanted)
 
+    async def test_an_answer_has_at_least_min_tokens_and_says_what_was_excluded(self, served):
+        ends = tuple(range(0, served.logits(PROMPT).shape[-1], 2))  # half of all ids
+        sampling = Sampling(n=4, max_tokens=12, min_tokens=5, seed=3, stop_ids=ends)
+        for done in await complete(served.engine, PROMPT, sampling):
+            first, rest = done.ids[:5], done.ids[5:]
+            assert not {*first} & {*ends} and len(first) == 5
+            assert not {*rest[:-1]} & {*ends}
+            rows = served.logits(PROMPT + done.ids)[len(PROMPT) - 1 : -1]
+            assert done.masked_logprobs is not None
+            for place, token in enumerate(first):
+                row = rows[place].clone()
+                row[list(ends)] = -math.inf
+                near = 1e-3 if served.tolerance.exact else served.tolerance.most
+                expected = float(row.log_softmax(-1)[token])
+                assert done.masked_logprobs[place] == pytest.approx(expected, abs=near)
+            assert done.exact == self.knows_both
+            if self.knows_both:
+                assert all(one is None for one in done.masked_logprobs[5:])
+                served.assert_agree(done.logprobs, served.expected(PROMPT, done, None))
+
     async def test_unnarrowed_draws_have_no_masked_logprob(self, served):
         # Greedy draws exclude nothing: all log-probabilities are those of temperature 1.
         greedy = Sampling(max_tokens=2, temperature=0, top_p=0.5, top_k=2, min_p=0.2)
@@ -526,6 +547,8 @@ class EngineConformance:
         [
             ([], {}, "prompt_ids is empty"),
             ([1, 600], {}, "600, outside the vocabulary"),
+            ([1], {"min_tokens": 3, "max_tokens": 2}, "min_tokens is 3"),
+            ([1], {"min_tokens": 1, "stop": ("x",)}, "min_tokens: not together with stop strings"),
             ([1] * 512, {}, "the prompt has 512 tokens; the model reads 512"),
             ([1], {"n": 0}, "n is 0"),
             ([1], {"temperature": -1}, "temperature is -1"),

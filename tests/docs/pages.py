@@ -10,6 +10,7 @@ and `toml` are parsed. A block without a language, or with `text`, is not code. 
                                   valid configuration
     <!-- from: tests/x.py -->     a quotation: every line is in that file, in this order
     <!-- slow -->                 run only in `make test-docs`
+    <!-- elsewhere: tests/x.py -->  not run: it needs another environment, which that file makes and uses
 
 Commands run as a reader would type them, with three exceptions: a model of one megabyte replaces the
 real one, ports are free ones, and `hone serve` runs in the background until the page ends. `make`
@@ -38,7 +39,7 @@ PORTS = ("7623", "8000")
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
 )
-_MARK = re.compile(r"<!-- (file|from|slow)(?:: *([^ ]+))? -->\s*$")
+_MARK = re.compile(r"<!-- (file|from|slow|elsewhere)(?:: *([^ ]+))? -->\s*$")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Stage:
         """Run, write, parse or compare the block, depending on its language and marks."""
         if source := block.marks.get("from"):
             _check_quoted(block, ROOT / source)
+        elif other := block.marks.get("elsewhere"):
+            assert (ROOT / other).is_file(), f"{block}: there is no {other}"
         elif name := block.marks.get("file"):
             self._write(block, name)
         elif block.language == "bash":

@@ -76,6 +76,7 @@ def test_blocks_are_read_with_their_marks(tmp_path: Path):
         ("jsonl", '{"a": 1}\n{"a": \n', {}),
         ("python", "def f(:\n", {"file": "f.py"}),
         ("python", "import hone_is_not_quoted_here\n", {"from": "tests/docs/pages.py"}),
+        ("bash", "true\n", {"elsewhere": "tests/docs/no_such_file.py"}),
     ],
 )
 def test_code_that_is_wrong_fails(stage: Stage, language: str, code: str, marks: dict[str, str]):

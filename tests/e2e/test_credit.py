@@ -10,6 +10,8 @@ import torch
 from tests.e2e.conftest import COMMIT, QWEN, Finetune, Server
 from tests.e2e.test_branches import CONFIG
 
+from hone.model_files import model_directory
+
 pytestmark = pytest.mark.slow
 
 AGENT = """
@@ -111,7 +113,7 @@ def test_credit_decides_which_turn_is_raised(
     # The gradient is that of the turns with an advantage, as plain transformers and PEFT compute it.
     hub = Path(environment["HF_HOME"]) / "hub" / f"models--{QWEN.replace('/', '--')}"
     base = hub / "snapshots" / COMMIT
-    checkpoints = server.root / "e2e" / "models" / name / "checkpoints"
+    checkpoints = model_directory(server.root, "e2e", name) / "checkpoints"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, checkpoints / "0000", is_trainable=True)
     norm = gradient_norm(model, rollouts, expected)

@@ -76,7 +76,7 @@ def prepared(directory: Path, environment: dict[str, str], trainer: str) -> Fine
 
 def checkpoints(finetune: Finetune) -> dict[str, str]:
     """The digest of adapter and optimizer of each step."""
-    (model,) = finetune.directory.glob("root/*/models/agent/checkpoints")
+    (model,) = finetune.directory.glob("root/projects/*/models/agent/checkpoints")
     return {path.name: digest(path) for path in sorted(model.iterdir())}
 
 

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from hone import LocalBackend, TrainableModel
 from hone.errors import HoneError
+from hone.model_files import model_directory
 from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
 from hone.types import JobInfo
 
@@ -102,7 +103,7 @@ async def test_killed_with_the_engine_in_the_middle_of_rollouts_the_rerun_finish
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     serve = (tmp_path / "root", environment, "--engine", "vllm", "--engine-python", PYTHON)
-    checkpoints = tmp_path / "root" / "trainer_project" / "models" / "killed" / "checkpoints"
+    checkpoints = model_directory(tmp_path / "root", "trainer_project", "killed") / "checkpoints"
     hold, others = tmp_path / "hold", (EXAMPLES - 1) * GENERATIONS
 
     hold.symlink_to(checkpoints / "0001")
@@ -263,7 +264,7 @@ async def test_a_job_is_trained_published_with_proof_and_served(
         assert proof["data"]["verdict"] in verdicts, proof
         answer = await ask(backend, f"r{step}", n=4, seed=1)
         assert answer["policy_step"] == step
-        checkpoints = backend.root / "test" / "models" / "agent" / "checkpoints"
+        checkpoints = model_directory(backend.root, "test", "agent") / "checkpoints"
         (adapter,) = checkpoints.glob(f"*{step}")
         await check_recorded(backend, f"r{step}", model_dir, adapter)
 
@@ -359,5 +360,5 @@ async def test_a_crashed_engine_is_replaced_and_serves_the_newest_step(
         answer = await ask(backend, "after-crash", seed=1)
     assert answer["policy_step"] == 2
     assert vllm_server(backend).pid != before.pid
-    (adapter,) = (backend.root / "test" / "models" / "agent" / "checkpoints").glob("*2")
+    (adapter,) = (model_directory(backend.root, "test", "agent") / "checkpoints").glob("*2")
     await check_recorded(backend, "after-crash", model_dir, adapter)

@@ -141,7 +141,7 @@ def test_items_are_filled_where_id_and_question_are_the_same(tmp_path: Path):
     out.add(ItemResult(item(None, id="failed"), None, {}))
     same, other = item(id="7"), item(id="7", input_obj="another question")
     has_one, failed = item("its own", id="7"), item(id="failed")
-    filled = opened(tmp_path, keep=True).filled([same, other, has_one, failed])
+    filled = opened(tmp_path, keep=True).filled([same, other, has_one, failed], runs=True)
     assert [i.output_obj for i in filled] == ["kept", None, "its own", None]
     assert (filled[0].trajectory, filled[0].steps, filled[0].seconds) == ([call()], [step()], 2.0)
 
@@ -153,7 +153,7 @@ def test_items_without_structure_are_the_same_if_their_rows_are(tmp_path: Path):
     out.add(answered("kept", input_obj=json.dumps(row), full_dataset_entry=row))
     other = {**row, "board": [2]}
     items = [item(id="7", input_obj=json.dumps(r), full_dataset_entry=r) for r in (row, other)]
-    filled = opened(tmp_path, keep=True, structure=structure).filled(items)
+    filled = opened(tmp_path, keep=True, structure=structure).filled(items, runs=True)
     assert [i.output_obj for i in filled] == ["kept", None]
 
 

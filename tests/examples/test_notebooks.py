@@ -15,6 +15,7 @@ from tests.examples.notebook import code_cells, is_parameters, read, run_cells, 
 from tests.server.conftest import write_model
 
 from hone import LocalBackend
+from hone.model_files import model_directory
 
 TIC_TAC_TOE = Path("tic_tac_toe/tic-tac-toe.ipynb")
 TEMPORAL_CLUE = Path("temporal-clue.ipynb")
@@ -49,7 +50,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def steps_of(root: Path, project: str, name: str) -> list[str]:
-    return sorted(p.name for p in (root / project / "models" / name / "checkpoints").iterdir())
+    return sorted(p.name for p in (model_directory(root, project, name) / "checkpoints").iterdir())
 
 
 async def test_tic_tac_toe_trains(examples: Path, tiny: Path, shared_server: LocalBackend):

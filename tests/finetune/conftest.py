@@ -33,14 +33,14 @@ def command(
 def plots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Each time that a reward plot is put in its place."""
     paths: list[Path] = []
-    rename = Path.rename
+    replace = Path.replace
 
     def counted(path: Path, target: Path) -> Path:
         if target.name == "reward_plot.png":
             paths.append(target)
-        return rename(path, target)
+        return replace(path, target)
 
-    monkeypatch.setattr(Path, "rename", counted)
+    monkeypatch.setattr(Path, "replace", counted)
     return paths
 
 

@@ -96,6 +96,11 @@ async def unlucky(question, llm, times):
         raise ConnectionResetError("the database restarts")
     return await run(question, llm)
 
+async def misnamed(question, llm, model):
+    attempts.append(question)
+    messages = [{"role": "user", "content": f"{question}, attempt {len(attempts)}"}]
+    await llm.client.chat.completions.create(model=model, messages=messages)
+
 async def half_refuses(question, llm):
     attempts.append(question)
     return await (refuses if len(attempts) == 1 else run)(question, llm)

@@ -233,7 +233,7 @@ class _Teller:
             round=round_,
             example=f"{'train' if split == 'train' else 'val'}-{example}",
             generation=generation,
-            rollout=f"art_run_0f3a9c1d:{epoch}.{round_}.{example}.{generation}.s{self.session}",
+            rollout=f"art_run_0f3a9c1d:{epoch}.{round_}.{example}.{generation}~{self.session}",
             reward=reward,
             failure_kind=kind,
             failure_reason=reason,

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from tests.finetune.worlds import Length, metadata, world
 from tests.patience import PATIENCE_S
@@ -43,9 +44,43 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
         # `once` fails one of its two generations; the second try has a rollout id of its own.
         assert tried == {"fine": 2, "once": 3, "always": 4}
         rollouts = [metadata(t)["rollout"] for t in collection.trajectories[1]]
-        assert sorted(id.rpartition(".")[2] for id in rollouts) == ["s1", "s1r1"]
+        assert sorted(id.rpartition("~")[2] for id in rollouts) == ["1", "1.1"]
         assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
         assert w.builder.dropped == {"infrastructure/connection": 2}
+
+
+async def test_a_name_that_two_projects_have_is_asked_for_once(
+    server: LocalBackend, tiny_model: Path
+):
+    """Neither the client nor the run repeats a request that cannot succeed."""
+    for project in ("one", "two"):
+        spec = {"name": "twin", "project": project, "base_model": str(tiny_model)}
+        await server.ask("POST", "/v1/training/models", json.dumps(spec))
+    statuses: list[int] = []
+
+    async def note(response: Any) -> None:
+        statuses.append(response.status_code)
+
+    async with (
+        world(server, tiny_model, rollout_retries=2, min_group_size=1) as w,
+        openai.DefaultAsyncHttpxClient(event_hooks={"response": [note]}) as http,
+    ):
+        client = openai.AsyncOpenAI(
+            base_url=f"{server.base_url}/v1", api_key="default", max_retries=5, http_client=http
+        )
+
+        async def agent(question: str) -> str:
+            messages: Any = [{"role": "user", "content": question}]
+            with pytest.raises(
+                openai.ConflictError, match="say 'one/twin' or 'two/twin'"
+            ) as raised:
+                await client.chat.completions.create(model="twin", messages=messages)
+            raise raised.value
+
+        w.bind(agent, ["one", "two"])
+        assert (await w.collect()).trajectories == []
+        assert statuses == [409] * 4, "two generations of two examples"
+        assert w.builder.dropped == {"infrastructure/model_name": 4}
 
 
 async def test_an_evaluator_that_raises_on_one_output_only_is_the_policys_failure(
@@ -167,7 +202,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             _ = second.trajectories[0][0].episode
         await w.builder.load_episodes(second)
         assert second.trajectories[0] == first.trajectories[0]
-        assert [metadata(t)["rollout"][-3:] for t in second.trajectories[1]] == [".s2", ".s2"]
+        assert [metadata(t)["rollout"][-2:] for t in second.trajectories[1]] == ["~2", "~2"]
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             third = await w.collect(meta)
@@ -224,7 +259,7 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
         assert w.ran == {"one": 3, "two": 4}
         assert [len(group) for group in collection.trajectories] == [2, 2]
         first = [metadata(t)["rollout"] for t in collection.trajectories[0]]
-        assert [id.rpartition(".")[2] for id in first] == ["s2", "s1"]
+        assert [id.rpartition("~")[2] for id in first] == ["2", "1"]
 
 
 # ---- calls that name no rollout ---------------------------------------------------------------------

@@ -134,7 +134,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
             assert [len(group) for group in collection.trajectories] == [3, 3]
             assert w.ran.total() == before.total() + 4, "two had ended"
             assert len(requests.bodies) == 2 and not waiting.exists()
-            first = {r.rollout for r in journal.records("train", 2) if r.rollout.endswith("s1")}
+            first = {r.rollout for r in journal.records("train", 2) if r.rollout.endswith("~1")}
             assert len(first) == 2 and all(r.calls == 1 for r in journal.records("train", 2))
             rewards = {r.rollout: r.reward for r in journal.records("train", 2)}
             again = await w.collect(meta)
@@ -142,6 +142,34 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
                 metadata(t)["rollout"]: t.reward for g in again.trajectories for t in g
             } == rewards
             assert len(requests.bodies) == 2, "a scored group is not judged again"
+
+
+async def test_an_output_with_a_secret_is_not_scored_without_it_after_a_kill(
+    server: LocalBackend, tiny_model: Path, judge: tuple[Judge, LLM], tmp_path: Path
+):
+    requests, llm = judge
+    async with world(server, tiny_model, generations=2) as w:
+        agents = Agents(w)
+        agents.held = {2: asyncio.Event()}
+
+        async def run(question: str) -> str:
+            return f"{await agents.run(question)}: api_key=k3y-1234567890"
+
+        w.bind(run, ["one"], ruler(llm), max_concurrency=2)
+        with Journal.open(tmp_path / "run", {}) as journal:
+            await w.builder.start_run(w.run_id, {"journal": journal})
+            waiting = journal.unscored("train", 0)
+            async with asyncio.timeout(PATIENCE_S):
+                while not waiting.exists() or not waiting.read_bytes().endswith(b"\n"):
+                    await asyncio.sleep(0.01)
+            await w.builder.cancel()
+            assert "k3y" not in waiting.read_text("utf-8")
+        w.builder.evaluation_runs.clear()
+        with Journal.open(tmp_path / "run", {}) as journal:
+            await w.collect({"journal": journal, "session": 2})
+            assert all(r.rollout.endswith("~2") for r in journal.records("train", 0)), "both again"
+    (compared,) = [body["messages"][1]["content"] for body in requests.bodies]
+    assert compared.count("k3y-1234567890") == 2 and "hidden" not in compared
 
 
 async def test_a_rollout_of_a_later_start_is_compared_with_those_of_the_failed_round(

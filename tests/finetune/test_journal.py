@@ -108,7 +108,10 @@ def test_a_submission_is_the_same_after_a_restart(tmp_path: Path):
     collection = TrajectoryCollection(
         trajectories=[[trajectory]], run_id="r", metadata={"epoch": 3}
     )
-    noted = Submission(collection=collection, collected={"metrics": {"avg_reward": 0.3}})
+    # Ids of examples, which look like secrets.
+    curriculum = {"history": {"sk-task-000000000001": {"epoch": 3, "excluded": True}}}
+    collected = {"metrics": {"avg_reward": 0.3}, "curriculum": curriculum}
+    noted = Submission(collection=collection, collected=collected)
     with Journal.open(tmp_path, FACTS) as journal:
         assert journal.submitted(3, 1) is None
         journal.note_submission(3, 1, noted)

@@ -139,9 +139,15 @@ async def test_another_endpoint_is_allowed_and_called_off_policy(rehearsal: Rehe
 
 async def test_an_adapter_of_somebody_s_own_with_a_server_gets_every_check(rehearsal: Rehearsal):
     async with rehearsal.live() as run:
+
+        async def names(adapter: MemoryAdapter | None = None) -> list[str]:
+            # Whether two rewards are equal, which is a check of its own, depends on what was sampled.
+            checks = await run.checks(adapter)
+            return [check.name for check in checks if check.name != "rewards"]
+
         theirs = MemoryAdapter()
-        without = [check.name for check in await run.checks(theirs)]
+        without = await names(theirs)
         theirs.server, theirs.served = run.adapter, run.adapter.served
-        hone_s = [check.name for check in await run.checks()]
-        assert [check.name for check in await run.checks(theirs)] == hone_s
+        hone_s = await names()
+        assert await names(theirs) == hone_s
         assert {"base model", "llm actor"} == set(hone_s) - set(without)

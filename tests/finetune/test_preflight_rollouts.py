@@ -198,6 +198,16 @@ async def test_what_goes_on_failing_is_refused(rehearsal: Rehearsal):
     assert "3 times in a row the workflow failed on example 'e0' (connection)" in check.message
 
 
+async def test_a_model_that_is_not_there_is_asked_for_once(rehearsal: Rehearsal):
+    """Asking again for a name cannot help, so the run stops at once with the server's reason."""
+    workflow = {"target": "agent.py:misnamed", "args": {"model": "no-such-model"}}
+    check = await rehearsal.failed(workflow=workflow, finetuning={"rollout_retries": 2})
+    assert check.name == "workflow"
+    assert check.message.startswith("the workflow failed on example 'e0' (model_name): ")
+    assert "no model called 'no-such-model' is served. Served: " in check.message
+    assert "set finetuning.model_aliases" in check.message
+
+
 async def test_one_retry_is_made_even_where_rollouts_have_none(rehearsal: Rehearsal):
     workflow = {"target": "agent.py:unlucky", "args": {"times": 2}}
     checks = await rehearsal.checked(workflow=workflow, finetuning={"rollout_retries": 0})

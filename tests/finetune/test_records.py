@@ -1,6 +1,7 @@
 """What is kept of a rollout survives a round through JSON, whatever the agent returned."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from tests.evaluation.made import call, item, step
 
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
-from hone.finetune.records import record_of
-from hone.rollout_record import RolloutRecord
+from hone.finetune.records import append_line, record_of, without_secrets
+from hone.redact import HIDDEN
+from hone.rollout_record import EpisodeItem, EpisodeItemRole, FailureRecord, RolloutRecord
 from hone.sinks.base import Rollout
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
@@ -105,3 +107,44 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     newer = json.loads(record.model_dump_json()) | {"unknown": 1}
     newer["model_calls"][0] |= {"unknown": 2}
     assert Rollout.model_validate(newer) == sent
+
+
+def test_what_is_trained_stays_and_all_other_text_loses_its_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("AGENT_TOKEN", "value-of-the-agent")
+    leak = "value-of-the-agent"
+    episode = [EpisodeItem(role=EpisodeItemRole.USER, content=leak)]
+    tools = [{"description": leak}]
+    failure = FailureRecord(kind="policy", reason="agent_error", message=leak, traceback=leak)
+    record = recorded({"text": leak}).model_copy(
+        update={
+            "example": leak,
+            "failure": failure,
+            "retries": [failure],
+            "messages": [{"role": "user", "content": leak}],
+            "request": {"messages": [{"content": leak}]},
+            "trained_calls": ["call-1"],
+            "episode": episode,
+            "metadata": {"reasoning": leak, "tools": tools},
+        }
+    )
+    written = without_secrets(record)
+    assert (written.example, written.episode, written.trained_calls) == (leak, episode, ["call-1"])
+    assert written.metadata == {"reasoning": HIDDEN, "tools": tools}
+    kept = {"example", "episode", "metadata"}
+    assert leak not in written.model_dump_json(exclude=kept)
+    assert written.output == {"text": HIDDEN}
+    same = {"reward", "scores", "seconds", "calls", "tokens", "generation", "rollout", "split"}
+    assert written.model_dump(include=same) == record.model_dump(include=same)
+    assert without_secrets(written) == written
+    assert RolloutRecord.model_validate_json(written.model_dump_json()) == written
+
+
+def test_the_own_log_of_a_component_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("AGENT_TOKEN", "value-of-the-agent")
+    append_line(tmp_path, "log.jsonl", {"why": "value-of-the-agent", "step": 1})
+    line = json.loads((tmp_path / "log.jsonl").read_text())
+    assert (line["why"], line["step"]) == (HIDDEN, 1)

@@ -283,7 +283,7 @@ async def test_the_first_and_the_chosen_step_answer_side_by_side_at_the_end(chos
     assert (chosen.directory / "trajectories" / "final_002.jsonl").exists()
     ids = [e["rollout"] for e in chosen.events("rollout") if e["split"] == "final"]
     assert len(set(ids)) == 12 and {id.partition(":")[2] for id in ids[:2]} == {
-        *("f0.2.0.0.s1", "f2.2.0.0.s1")
+        *("f0.2.0.0~1", "f2.2.0.0~1")
     }
 
 

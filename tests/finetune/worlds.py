@@ -84,7 +84,7 @@ async def collected(
     for e in range(examples):
         group = []
         for g in range(generations):
-            id = f"{run_id}:{meta.get('epoch', 0)}.0.{e}.{g}.s1"
+            id = f"{run_id}:{meta.get('epoch', 0)}.0.{e}.{g}~1"
             choice = await rollout(adapter, id)
             group.append(
                 Trajectory(

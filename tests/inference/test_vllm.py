@@ -631,6 +631,7 @@ async def test_closing_ends_what_runs_with_an_error(model: Path, tmp_path: Path)
     engine = await asyncio.to_thread(open_engine, model, tmp_path)
     running = asyncio.ensure_future(complete(engine, PROMPT, Sampling(max_tokens=450)))
     while not engine.stats().running:
+        assert not running.done(), running
         await asyncio.sleep(0.001)
     await engine.close()
     with pytest.raises(EngineError, match="closed"):

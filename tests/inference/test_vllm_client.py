@@ -38,6 +38,8 @@ class Standin:
         self.ids = [7]
         self.values: list[float] = []
         """Log-probabilities of `ids`, if they are not that of token 7 in `top`."""
+        self.pieces = 1
+        """So many events with `ids` has the answer to a request that streams."""
         self.refuses = ""
         self.holds: asyncio.Event | None = None
         """Set when a request arrives; it then gets no answer, or the beginning of a stream."""
@@ -90,7 +92,10 @@ class Standin:
         choice["finish_reason"] = "length"
         answer = {"choices": [choice], "usage": {"prompt_tokens": 3}}
         if body.get("stream"):
-            return StreamingResponse(iter([f"data: {json.dumps(answer)}\n\n"]))
+            last = f"data: {json.dumps(answer)}\n\n"
+            choice["finish_reason"] = None
+            first = f"data: {json.dumps({'choices': [choice]})}\n\n"
+            return StreamingResponse(iter([first] * (self.pieces - 1) + [last]))
         return JSONResponse(answer)
 
     async def load(self, request: Request) -> Response:
@@ -491,6 +496,7 @@ async def test_every_sampling_parameter_is_sent(
         "structured_outputs": None,
         "stop": ["x"],
         "stop_token_ids": [5],
+        "min_tokens": 0,
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,

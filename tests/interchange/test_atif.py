@@ -46,7 +46,7 @@ def recorded(**fields: Any) -> RecordedCall:
     call = Call(prompt_ids=[1, 2, 3], completion_ids=[4, 5], logprobs=[-0.25, -1.5], step=7)
     known: dict[str, Any] = {
         "id": "c1",
-        "rollout": "r:0.0.0.0.s1",
+        "rollout": "r:0.0.0.0~1",
         "index": 0,
         "model": "suite/agent",
         "base_model": "tiny",
@@ -67,7 +67,7 @@ def exported(*conversations: Conversation, **fields: Any) -> ExportedRollout:
         "split": "train",
         "example": "e",
         "generation": 1,
-        "rollout": "r:0.0.0.0.s1",
+        "rollout": "r:0.0.0.0~1",
         "reward": 0.5,
         "scores": {"match": 0.5},
         "input": {"q": 1},
@@ -87,7 +87,7 @@ def test_a_rollout_is_valid_and_reads_back():
     assert is_atif(document)
     first, second = from_atif(document, "f")
     assert first.messages == MESSAGES and first.tools == [TOOL]
-    assert (first.id, first.reward) == ("r:0.0.0.0.s1", 0.5)
+    assert (first.id, first.reward) == ("r:0.0.0.0~1", 0.5)
     assert second.messages == sub.messages and second.reward == 0.5
     agent = document["steps"][2]
     assert agent["metrics"]["prompt_token_ids"] == [1, 2, 3]

@@ -113,3 +113,17 @@ def test_a_state_of_another_adapter_is_refused(tmp_path: Path):
     AdamW(leaves()[:1]).save(tmp_path)
     with pytest.raises(ConfigError, match=r"3 tensors do not fit this adapter.*'b/exp_avg'"):
         AdamW(leaves()).load(tmp_path)
+
+
+def test_a_state_that_is_damaged_or_not_finite_is_refused_by_name(tmp_path: Path):
+    parameters = [("a", torch.ones(3, requires_grad=True))]
+    optimizer = AdamW(parameters)
+    optimizer.save(tmp_path)
+    file = tmp_path / "optimizer.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=r"optimizer\.safetensors: not a whole safetensors file"):
+        optimizer.load(tmp_path)
+    file.write_bytes(whole[:-4] + b"\x00\x00\xc0\x7f")  # a NaN in float32
+    with pytest.raises(ConfigError, match=r"optimizer\.safetensors: the tensor '.*' holds NaN"):
+        optimizer.load(tmp_path)

@@ -12,6 +12,7 @@ from tests.finetune.runs import Story, lines
 from tests.finetune.trainers import Bench
 from tests.patience import PATIENCE_S
 
+from hone.errors import DiskFull
 from hone.event_log import FILE, EventLog, EventReader
 from hone.events import Event
 from hone.report.display import Display
@@ -88,6 +89,21 @@ async def test_a_full_disk_is_a_warning(
         await files.settle()
     assert "No space left on device" in caplog.text
     assert [event.type for event in seen] == ["warning", "warning"]  # at the end, again
+
+
+def test_a_report_on_a_full_disk_is_a_warning_without_a_trace(
+    events: EventLog,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def write(*_: object, **__: object) -> None:
+        raise DiskFull("report.md: the disk is full")
+
+    monkeypatch.setattr("hone.report.report.write", write)
+    Files(events, tmp_path)._report()
+    assert caplog.messages == ["The report could not be written: report.md: the disk is full"]
+    assert caplog.records[0].exc_info is None
 
 
 async def test_a_round_reads_what_it_appended_over_50_epochs(

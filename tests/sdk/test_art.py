@@ -91,7 +91,7 @@ def test_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture
 def test_the_newest_step_on_disk_is_that_of_a_whole_checkpoint(tmp_path: Path):
     model = art.TrainableModel(name="a", project="p", base_model="b", report_metrics=[])
     for name in ("0003", "0004.corrupt", "0005.tmp"):
-        (tmp_path / "p" / "models" / "a" / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "projects" / "p" / "models" / "a" / "checkpoints" / name).mkdir(parents=True)
     assert get_model_step(model, str(tmp_path)) == 3
 
 

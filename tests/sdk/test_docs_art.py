@@ -60,7 +60,7 @@ def test_it_runs_and_the_step_rises(tmp_path: Path, tiny_model: Path):
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["1", "2"]
     assert done.stderr.count("gather: 32/32") == 2
-    checkpoints = tmp_path / ".hone/one-word/models/agent-001/checkpoints"
+    checkpoints = tmp_path / ".hone/projects/one-word/models/agent-001/checkpoints"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["0000", "0001", "0002"]
     again = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S

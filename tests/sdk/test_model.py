@@ -83,7 +83,7 @@ async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(t
         "test/cost": 2.0,
     }
     await model.log(None, metrics={"reward": 0.75}, step=4)
-    directory = tmp_path / "games/models/gpt"
+    directory = tmp_path / "projects/games/models/gpt"
     history = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
     assert history == [{"step": 0, **logged}, {"step": 4, "val/reward": 0.75}]
     lines = (directory / "trajectories/test/0000.jsonl").read_text().splitlines()

@@ -55,6 +55,22 @@ async def start(backend: RemoteBackend, standin: StandIn, **options: Any) -> "as
 # ---- what is sent -----------------------------------------------------------------------------
 
 
+async def test_metrics_are_sent_again_with_their_key(backend: RemoteBackend, standin: StandIn):
+    bodies: list[dict[str, Any]] = []
+
+    @standin.app.post("/v1/training/models/p/agent/metrics")
+    async def log(body: dict[str, Any]) -> Response:
+        bodies.append(body)
+        if len(bodies) == 1:  # logged, and the answer is lost
+            return refusal(502, "the proxy has no answer", "Unavailable")
+        return JSONResponse({"step": 4})
+
+    for _ in range(2):
+        await backend.log(MODEL, {"reward": 0.5}, split="val", step=4)
+    first, again, other = (body["idempotency_key"] for body in bodies)
+    assert first == again != other
+
+
 async def test_register_prepare_and_step(backend: RemoteBackend, standin: StandIn):
     assert isinstance(backend, Backend)
     model = TrainableModel(name="agent", project="p", base_model="b")
@@ -276,6 +292,17 @@ async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
     assert asyncio.get_running_loop().time() - started >= 1
 
 
+async def test_what_the_server_calls_final_is_not_sent_again(
+    backend: RemoteBackend, standin: StandIn
+):
+    standin.refuse = lambda _: refusal(
+        503, "for good", "Unavailable", **{"x-should-retry": "false"}
+    )
+    with pytest.raises(errors.Unavailable, match="for good"):
+        await asyncio.wait_for(backend.step(MODEL), PATIENCE_S)
+    assert len(standin.requests) == 1
+
+
 async def test_an_engine_that_cannot_start_is_started_once(
     backend: RemoteBackend, standin: StandIn
 ):
@@ -466,8 +493,8 @@ async def test_why_a_job_waits_is_logged_each_reason_once(
     with caplog.at_level(logging.WARNING, logger="hone"):
         await backend.wait(job.id)
     assert caplog.messages == [
-        f"Job {job.id} is in the queue again: /root: the disk is full. Free some space.",
-        f"Job {job.id} is in the queue again: the learner was killed",
+        f"Job {job.id} waits in the queue: /root: the disk is full. Free some space.",
+        f"Job {job.id} waits in the queue: the learner was killed",
     ]
 
 

@@ -3,12 +3,14 @@
 import asyncio
 import copy
 import json
+from datetime import datetime, timedelta, tzinfo
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from hone import History, Trajectory, TrajectoryGroup
+from hone import trajectory as trajectory_module
 from hone.trajectory import JobRequest
 
 ANSWER = {
@@ -137,6 +139,17 @@ def test_its_text_is_what_one_looks_for():
     assert (
         str(trajectory) == "Trajectory(reward=0.5, metrics={'turns': 1}, metadata={'board': 'x'})"
     )
+
+
+def test_a_duration_does_not_follow_a_clock_that_is_set_back(monkeypatch: pytest.MonkeyPatch):
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return datetime.now(tz) - timedelta(hours=1)
+
+    trajectory = Trajectory()
+    monkeypatch.setattr(trajectory_module, "datetime", Later)
+    assert 0 <= trajectory.finish().metrics["duration"] < 60
 
 
 async def test_durations_are_measured_and_add_up():

@@ -1,12 +1,14 @@
 """Kill a server everywhere, and see that nothing accepted is lost: `make chaos`.
 
 In:   a tiny model; how many kills; a seed
-Out:  a line per kill; exit 1 if any run ended with other bits, or trained anything twice
+Out:  a line per kill, and how many kills met a running job; exit 1 if any run ended with other bits,
+      or trained anything twice
 
 First every failpoint, each time it is reached, and those around the learning of a job of DPO and of
-SFT; then servers whose learner has a process of its own, killed with it or alone; then pairs of kills
-at random times, the second while the server is still recovering from the first. After every kill the job must end as if nothing had happened. Last,
-where a small filesystem can be mounted, a disk that fills up under a job and is freed again.
+SFT; then servers whose learner has a process of its own, killed with it or alone, while the job runs;
+then, where a small filesystem can be mounted, a disk that fills up under a job and is freed again;
+then pairs of kills at random times, the second while the server is still recovering from the first.
+After every kill the job must end as if nothing had happened.
 """
 
 import argparse
@@ -14,12 +16,13 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -46,6 +49,11 @@ IMPORTS = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT_OF_TESTS)]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": IMPORTS}
 KILLED = (-9, -14)
 """By a failpoint, by the alarm."""
+
+LONGEST_S = 4.0
+"""A job with a learner's process runs longer than this: the process has to start."""
+TRIES = 5
+"""Kills of a job with a learner's process that may come too late, one after another."""
 
 FEWEST = 100
 """Runs with fewer kills are trials and are not recorded."""
@@ -121,10 +129,30 @@ class Same:
         return wrong
 
 
-def each_failpoint(
-    servers: Servers, home: Path, *, quick: bool
-) -> Iterator[tuple[str, Path, int, str]]:
-    """Every failpoint, each time it is reached: the root that its kill left, and the loss."""
+@dataclass(frozen=True)
+class Kills:
+    """Kills of one server, one after another."""
+
+    name: str
+    root: Path
+    count: int
+    met: int
+    """How many of them met a running job."""
+    loss: str = "grpo"
+
+
+def job_runs(root: Path) -> bool:
+    """Whether the server at this root has a running job, or had one when it was killed."""
+    address = f"{(root / 'state.sqlite').absolute().as_uri()}?mode=ro"
+    try:
+        with closing(sqlite3.connect(address, uri=True)) as state:
+            return bool(state.execute("SELECT 1 FROM jobs WHERE state = 'running'").fetchone())
+    except sqlite3.OperationalError:  # not yet made, or just now locked
+        return False
+
+
+def each_failpoint(servers: Servers, home: Path, *, quick: bool) -> Iterator[Kills]:
+    """Every failpoint, each time it is reached."""
     first = FAILPOINTS[:2] if quick else FAILPOINTS
     points = [(name, "grpo") for name in first]
     points += [(name, loss) for loss in ("dpo", "sft") for name in LEARNING]
@@ -137,60 +165,75 @@ def each_failpoint(
                 assert count > 1, f"failpoint {name} is never reached"
                 break
             assert status in KILLED, (name, count, status)
-            yield f"{loss}, {name}:{count}", root, 1, loss
+            yield Kills(f"{loss}, {name}:{count}", root, 1, job_runs(root), loss)
 
 
 def random_pairs(
     servers: Servers, home: Path, draw: random.Random, whole_s: float
-) -> Iterator[tuple[str, Path, int]]:
+) -> Iterator[Kills]:
     """Kills at two random times: of a server, and of the next one that recovers."""
     for i in range(10**6):
         root = home / f"random-{i}"
         root.mkdir()
         after = [draw.uniform(0, whole_s) for _ in range(2)]
-        statuses = [servers.run(root, after_s=max(s, 1e-3)) for s in after]
-        times = (f"{s:.3f} s" for s, status in zip(after, statuses, strict=True) if status)
-        yield f"at {' and '.join(times)}", root, sum(status in KILLED for status in statuses)
+        killed = met = 0
+        for after_s in after:
+            was_killed = servers.run(root, after_s=max(after_s, 1e-3)) in KILLED
+            killed += was_killed
+            met += was_killed and job_runs(root)
+        if killed:
+            times = " and ".join(f"{s:.3f} s" for s in after)
+            yield Kills(f"{killed} at {times}", root, killed, met)
 
 
-def whole_process(root: Path, model: Path, failpoint: str = "", after_s: float = 0.0) -> int:
+def whole_process(root: Path, model: Path, failpoint: str) -> int:
     """The exit status of a server with a learner in a process of its own."""
     command = [sys.executable, str(PROGRAM), str(root), str(model)]
     env = {**os.environ, **ONE_THREAD, "HONE_FAILPOINT": failpoint}
-    child = subprocess.Popen(command, env=env)
-    try:
-        return child.wait(after_s or PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.wait()
+    return subprocess.run(command, env=env, timeout=PATIENCE_S).returncode
 
 
-def killed_learner(root: Path, model: Path, draw: random.Random) -> tuple[str, Ended]:
-    """What came of the job of a server whose learner was killed, alone, at some moment of its work."""
-    command = [sys.executable, str(PROGRAM), str(root), str(model)]
-    server = subprocess.Popen(command, env={**os.environ, **ONE_THREAD})
-    try:
-        learner = _child(server.pid)
-        after_s = draw.uniform(0, 8)
-        time.sleep(after_s)
-        with suppress(psutil.NoSuchProcess):
-            learner.kill()
-        status = server.wait(PATIENCE_S)
-    finally:
-        server.kill()
-        server.wait()
-    assert status == 0, f"a server whose learner was killed ended with {status}"
-    return f"its learner alone, {after_s:.1f} s old", json.loads((root / "ended.json").read_text())
+def killed_while_it_trains(
+    home: Path, name: str, model: Path, draw: random.Random, *, alone: bool
+) -> tuple[Kills, int]:
+    """Kill a server, or only its learner, while a job runs; the exit status of the server."""
+    for attempt in range(TRIES):
+        root, after_s = home / f"{name}-{attempt}", draw.uniform(0, LONGEST_S / 2**attempt)
+        command = [sys.executable, str(PROGRAM), str(root), str(model)]
+        server = subprocess.Popen(command, env={**os.environ, **ONE_THREAD})
+        try:
+            learner = _learner_at_work(server, root)
+            time.sleep(after_s)
+            if not job_runs(root):
+                continue  # it was over before
+            (learner if alone else server).kill()  # a learner ends with its server
+            status = server.wait(PATIENCE_S)
+        finally:
+            server.kill()
+            server.wait()
+        who = "its learner alone" if alone else "with a learner's process"
+        return Kills(f"{who}, {after_s:.1f} s into the job", root, 1, 1), status
+    raise AssertionError(f"{TRIES} jobs ended before their learner could be killed")
 
 
-def _child(pid: int) -> psutil.Process:
-    """The learner of a server, as soon as there is one."""
+def _learner_at_work(server: "subprocess.Popen[bytes]", root: Path) -> psutil.Process:
+    """The learner of a server, as soon as there is one and a job runs."""
     for _ in range(12000):
+        assert server.poll() is None, f"the server ended with {server.returncode}"
+        learner = _child(server.pid)
+        if learner is not None and job_runs(root):
+            return learner
+        time.sleep(0.01)
+    raise AssertionError("the server started no learner")
+
+
+def _child(pid: int) -> psutil.Process | None:
+    """The learner of a server, if there is one."""
+    with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             if "hone.learner.child" in " ".join(child.cmdline()):
                 return child
-        time.sleep(0.01)
-    raise AssertionError("the server started no learner")
+    return None
 
 
 @contextmanager
@@ -216,7 +259,7 @@ def filled_disk(disk: Path, model: Path) -> Ended:
     env = {**os.environ, **ONE_THREAD}
     server = subprocess.Popen([sys.executable, str(PROGRAM), str(root), str(model)], env=env)
     try:
-        _child(server.pid)  # it has taken the job
+        _learner_at_work(server, root)
         with suppress(OSError), ballast.open("wb", buffering=0) as out:
             while out.write(bytes(4096)):
                 pass
@@ -248,17 +291,18 @@ def main() -> int:
     home = Path(tempfile.mkdtemp(prefix="hone-chaos-"))
     model = write_model(home / "model", build_tokenizer("qwen2.5-instruct"))
     servers = Servers(model)
-    kills = bad = 0
+    kills = met = bad = 0
 
-    def check(name: str, root: Path, killed: int = 1, loss: str = "grpo") -> None:
-        report(name, servers.finish(root, loss=loss), killed, loss)
+    def check(killed: Kills) -> None:
+        report(killed, servers.finish(killed.root, loss=killed.loss))
 
-    def report(name: str, ended: Ended, killed: int = 1, loss: str = "grpo") -> None:
-        nonlocal kills, bad
-        kills += killed
-        wrong = same[loss].differences(ended)
+    def report(killed: Kills, ended: Ended) -> None:
+        nonlocal kills, met, bad
+        kills += killed.count
+        met += killed.met
+        wrong = same[killed.loss].differences(ended)
         bad += bool(wrong)
-        sys.stdout.write(f"{kills:4d} {'BAD ' if wrong else 'ok  '} {name}\n")
+        sys.stdout.write(f"{kills:4d} {'BAD ' if wrong else 'ok  '} {killed.name}\n")
         sys.stdout.writelines(f"          {line}\n" for line in wrong)
         sys.stdout.flush()
 
@@ -271,33 +315,41 @@ def main() -> int:
         servers.finish(home / "again")
         whole_s = perf_counter() - started
         for kill in each_failpoint(servers, home, quick=options.quick):
-            check(*kill)
+            check(kill)
         for i in range(options.processes):
-            root = home / f"process-{i}"
-            after_s = draw.uniform(3, 20)
-            status = whole_process(root, model, after_s=after_s)
-            check(f"with a learner's process, at {after_s:.1f} s (status {status})", root)
-            report(*killed_learner(home / f"learner-{i}", model, draw))
+            both, _ = killed_while_it_trains(home, f"process-{i}", model, draw, alone=False)
+            check(both)
+            alone, status = killed_while_it_trains(home, f"learner-{i}", model, draw, alone=True)
+            assert status == 0, f"a server whose learner was killed ended with {status}"
+            report(alone, json.loads((alone.root / "ended.json").read_text()))
         with small_disk(home / "disk", 8 * 2**20) as mounted:
             if mounted:
-                report("a disk that filled up", filled_disk(home / "disk", model), 0)
+                filled = Kills("a disk that filled up", home / "disk", 0, 0)
+                report(filled, filled_disk(home / "disk", model))
             else:
                 sys.stdout.write("     skip a disk that fills up: this user may not mount one\n")
-        for name, root, killed in random_pairs(servers, home, draw, whole_s):
-            if killed:
-                check(name, root, killed)
+        for pair in random_pairs(servers, home, draw, whole_s):
+            check(pair)
             if kills >= options.kills:
                 break
     finally:
         servers.close()
-    sys.stdout.write(f"{kills} kills, {bad} bad\n")
+    sys.stdout.write(f"{kills} kills, {met} of them met a running job; {bad} bad\n")
+    if not met:
+        sys.stdout.write("no kill met a running job: this run shows nothing\n")
     if kills >= FEWEST:
-        record([result("chaos/kills", [kills], "kills"), result("chaos/bad", [bad], "runs")])
+        counts = {"chaos/kills": kills, "chaos/met": met}
+        record(
+            [
+                *(result(name, [count], "kills") for name, count in counts.items()),
+                result("chaos/bad", [bad], "runs"),
+            ]
+        )
     if bad:
         sys.stdout.write(f"what they left: {home}\n")
     else:
         shutil.rmtree(home)
-    return 1 if bad else 0
+    return 1 if bad or not met else 0
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@ event loop in a thread of its own, as `hone serve` does; `make_state` is the sam
 
 import asyncio
 import json
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +45,31 @@ def close_clients() -> Iterator[None]:
     for client in CLIENTS[before:]:
         client.close()
     del CLIENTS[before:]
+
+
+OPENED: list[list[str]] = []
+"""Lists that note the files which are opened meanwhile."""
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and OPENED and isinstance(arguments[0], str | bytes | os.PathLike):
+        for files in OPENED:
+            files.append(os.fsdecode(arguments[0]))
+
+
+@pytest.fixture
+def opened_files() -> Iterator[list[str]]:
+    """The paths of the files that this process opens during the test."""
+    _watch_opens()
+    files: list[str] = []
+    OPENED.append(files)
+    yield files
+    OPENED.remove(files)
+
+
+@cache
+def _watch_opens() -> None:
+    sys.addaudithook(_note_opened)  # cannot be removed, so it is added once
 
 
 T = TypeVar("T")

@@ -200,7 +200,8 @@ class Target:
 
     async def _open(self) -> None:
         settings = Settings(root=self.root, device="cpu", max_queued_jobs=10**6)
-        engine = ScriptedEngine(("cold and the wind is strong", "warm"), tokenizer=self.tokenizer)
+        said = ("cold and the wind is strong", "warm")
+        self.engine = engine = ScriptedEngine(said, tokenizer=self.tokenizer)
         self.state = State(settings, open_engine=lambda name: engine, start_learner=QuickLearner)
         self._running = self.state.running()
         await self._running.__aenter__()
@@ -321,6 +322,95 @@ def bodies(draw: st.DrawFn, choices: list[dict[str, Any]]) -> bytes:
     text = json.dumps(job).replace('"@huge@"', "1" + "0" * 5000)
     cut = draw(st.integers(0, 60))
     return text.encode()[: -cut if cut < 3 and cut else None]
+
+
+# ---- requests for answers ------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SAMPLING: dict[str, list[Any]] = {
+    "n": [1, 2],
+    "temperature": [0, 0.5, 1.5],
+    "top_p": [0.0, 0.9],
+    "top_k": [-1, 5],
+    "min_p": [0.1],
+    "max_tokens": [1, 7],
+    "min_tokens": [0, 1],
+    "seed": [3],
+    "stop": ["wind", ["cold", "x"]],
+    "stop_token_ids": [[7], []],
+    "presence_penalty": [0.5],
+    "repetition_penalty": [1.1],
+    "logit_bias": [{"7": -100}],
+    "skip_special_tokens": [True, False],
+    "structured_outputs": [{"regex": "a+"}],
+    "stream": [True, False],
+    "stream_options": [{"include_usage": True}],
+}
+CHAT_ONLY: dict[str, list[Any]] = {
+    "tools": [[TOOL]],
+    "tool_choice": ["auto", "none", "required"],
+    "parallel_tool_calls": [False],
+    "logprobs": [True],
+    "response_format": [{"type": "json_object"}],
+    "reasoning_effort": ["low", "none"],
+    "verbosity": ["low"],
+    "chat_template_kwargs": [{"enable_thinking": False}],
+    "user": ["me"],
+}
+BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "the weather"}]}]
+INFERENCE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
+    "/v1/chat/completions": ({"messages": [USER]}, SAMPLING | CHAT_ONLY),
+    "/v1/completions": ({"prompt": "the weather"}, SAMPLING | {"logprobs": [0, 3]}),
+    "/v1/responses": (
+        {"input": "the weather"},
+        {
+            "max_output_tokens": [5],
+            "instructions": ["be brief"],
+            "reasoning": [{"effort": "low"}],
+            "text": [{"verbosity": "low"}],
+            "store": [True, False],
+            "include": [["message.output_text.logprobs"]],
+            "stream": [True, False],
+            "stop_token_ids": [[7]],
+        },
+    ),
+    "/v1/responses/input_tokens": ({"input": "the weather"}, {"instructions": ["be brief"]}),
+    "/v1/messages": (
+        {"messages": BLOCKS, "max_tokens": 7},
+        {
+            "system": ["be brief", BLOCKS[0]["content"]],
+            "stop_sequences": [["wind"]],
+            "temperature": [0.5],
+            "top_k": [5],
+            "thinking": [{"type": "disabled"}],
+            "tools": [[{"name": "look", "input_schema": {"type": "object"}}]],
+            "tool_choice": [{"type": "auto"}],
+            "metadata": [{"user_id": "me"}],
+            "stream": [True, False],
+        },
+    ),
+    "/v1/messages/count_tokens": ({"messages": BLOCKS}, {"system": ["be brief"]}),
+    "/tokenize": ({"prompt": "the weather"}, {"return_token_strs": [True]}),
+    "/detokenize": ({"tokens": [7, 8, 9]}, {}),
+}
+"""The routes of the inference APIs that have a body: what it must have, and what it may have."""
+
+
+@st.composite
+def inference_bodies(draw: st.DrawFn, route: str) -> bytes:
+    """A request for a model that exists, right or with a few places changed."""
+    needed, possible = INFERENCE[route]
+    keys = (
+        draw(st.lists(st.sampled_from(sorted(possible)), unique=True, max_size=3))
+        if possible
+        else []
+    )
+    body = deepcopy(needed) | {key: deepcopy(draw(st.sampled_from(possible[key]))) for key in keys}
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 1, 2]))):
+        mutate(draw, body)
+    # Last: with another name, nothing else of the request would be read.
+    body["model"] = draw(st.sampled_from(["agent"] * 9 + ["agent@0", "default/agent", "x"]))
+    return json.dumps(body).replace('"@huge@"', "1" + "0" * 5000).encode()
 
 
 def mutate(draw: st.DrawFn, value: dict[str, Any]) -> None:

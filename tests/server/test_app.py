@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeState
+from tests.server.small_server import CONFIG, token_groups
 
 from hone.errors import Conflict, EngineError, NotInThisVersion, Unavailable
+from hone.learner.packed import pack_groups
 from hone.logs import say
 from hone.server.app import create_apps
+from hone.server.job_stages import JobStages
 from hone.server.settings import Settings
 from hone.server.telemetry import Metrics, start_logging, stop_logging
+from hone.store.jobs import Pin
 from hone.types import ModelSpec
 from hone.wire.errors import status_of
 
@@ -33,6 +39,29 @@ async def test_health_says_what_the_server_does(make_state: MakeState):
             for path in ("/health", "/healthcheck"):
                 status = (await http.get(path)).json()
                 assert (status["status"], status["state"], status["queued"]) == ("ok", "idle", 0)
+
+
+async def test_durations_do_not_follow_a_clock_that_is_set_back(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch
+):
+    state = make_state()
+    job = state.jobs.add(
+        model=state.models.register(ModelSpec(name="agent", base_model="tiny")),
+        groups=pack_groups(token_groups()),
+        config=CONFIG,
+        counts={},
+        request_sha256="0" * 64,
+    )
+    stages = JobStages(
+        state.jobs, state.models, state.checkpoints, state.serving.choice, state.metrics
+    )
+    taken = stages.take(job.id, Pin(0, "ab" * 32, dtype="float32", row_tokens=4096))
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # decades ago
+    stages.finish(taken, None, {"metrics": {}, "reason": "nothing to learn"})
+    seconds = state.metrics.registry.get_sample_value("hone_job_seconds_sum")
+    assert seconds is not None and 0 <= seconds < PATIENCE_S
+    async with client(create_apps(state)[0]) as http:
+        assert 0 <= (await http.get("/health")).json()["uptime_s"] < PATIENCE_S
 
 
 async def test_health_tells_those_with_the_key_what_is_served_and_where(

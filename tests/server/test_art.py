@@ -477,7 +477,7 @@ def test_somebody_elses_model_is_logged_for_and_its_key_kept_nowhere(idle: ArtSe
     ("path", "changes", "status", "says"),
     [
         ("/register", {"name": "../../etc"}, 422, "name"),
-        ("/register", {"project": "logs"}, 422, "project"),
+        ("/register", {"project": "../logs"}, 422, "project"),
         ("/register", {"_internal_config": {"engine_args": {"tensor_parallel_size": 2}}}, 400, "1"),
         ("/register", {"_internal_config": {"peft_args": {"r": 0}}}, 422, "peft_args"),
         ("/_delete_checkpoints", {"name": "nobody"}, 404, "nobody"),
@@ -523,6 +523,33 @@ def test_each_project_has_models_of_its_own_names(art: ArtServer) -> None:
         assert "agent" in listed and "agent@0" in listed
     got = art.post("/v1/chat/completions", {"model": "agent", "messages": ASKED})
     assert got.status_code == 409, "without a project it is either one's"
+    assert "say 'board-games-2048-" in got.json()["error"]["message"]
+    assert got.json()["error"]["code"] == "model_ambiguous"
+    assert got.headers["x-should-retry"] == "false", "or its client repeats the request"
+
+
+def test_a_model_that_is_called_like_another_projects_hides_nothing(art: ArtServer) -> None:
+    """A model of project default may be called `p/m`, before or after project p has its m."""
+    theirs, squatter = model(art.base, project="p", name="m"), stored_name("p/m")
+    later = model(art.base, project="default", name="q/m")
+    for sent in (theirs, model(art.base, project="default", name="p/m"), later):
+        assert art.post("/register", sent).status_code == 200
+    assert art.post("/register", model(art.base, project="q", name="m")).status_code == 200
+
+    def answering(name: str, path: str = "/v1") -> str:
+        request = {"model": name, "messages": ASKED, "max_tokens": 2}
+        answer = art.post(f"{path}/chat/completions", request)
+        assert answer.status_code == 200, answer.text
+        (call,) = art.state.calls.get([answer.json()["choices"][0]["call_id"]])
+        return call.model
+
+    assert answering("p/m") == answering("p/m@latest") == answering("p/m@0") == "p/m"
+    assert answering("m", "/project/p/v1") == answering("p/m", "/project/p/v1") == "p/m"
+    assert answering("q/m") == "q/m"
+    assert answering("p/m", "/project/default/v1") == f"default/{squatter}"
+    assert answering(f"default/{squatter}") == answering(squatter) == f"default/{squatter}"
+    for sent in (theirs, later):
+        assert art.post("/_get_step", sent).json() == 0
 
 
 @pytest.mark.parametrize("name", ["pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"])

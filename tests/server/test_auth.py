@@ -1,5 +1,6 @@
 """Who may call: keys, trusted networks, and what a web page on the same machine may not do."""
 
+import os
 import re
 import socket
 import stat
@@ -11,17 +12,35 @@ import pytest
 from pydantic import ValidationError
 
 from hone.errors import ConfigError, Forbidden, Unauthorized
-from hone.server.auth import check, check_advertised, ensure_key, inference_key
+from hone.server.auth import (
+    Caller,
+    check,
+    check_advertised,
+    check_networks,
+    ensure_key,
+    inference_key,
+)
 from hone.server.settings import Settings
 
 LOCAL = {"host": "127.0.0.1:7623"}
 
 
+def caller(client: str | None, user: int | None = None) -> Caller:
+    """A caller without a proxy; without `user`, one of whom only the address is known."""
+    return Caller(client, client, user)
+
+
 def passes(
-    headers: dict[str, str], *, client: str = "127.0.0.1", control: bool = True, **settings: Any
+    headers: dict[str, str],
+    *,
+    client: str = "127.0.0.1",
+    user: int | None = os.geteuid(),
+    control: bool = True,
+    **settings: Any,
 ) -> bool:
     try:
-        check(Settings(**settings), "/v1/models", headers, client, control=control)
+        who = caller(client, user)
+        check(Settings(**settings), "/v1/models", headers, who, control=control)
     except (Forbidden, Unauthorized):
         return False
     return True
@@ -64,9 +83,16 @@ def test_the_refusal_names_the_flag_and_the_tunnel():
     with pytest.raises(
         Unauthorized, match=r"HONE_API_KEY.*--trust-network CIDR.*ssh -L 7623:127.0.0.1:7623"
     ):
-        check(Settings(api_key="k"), "/register", {"host": "10.0.0.7"}, "10.0.0.1", control=True)
+        check(
+            Settings(api_key="k"),
+            "/register",
+            {"host": "10.0.0.7"},
+            caller("10.0.0.1"),
+            control=True,
+        )
 
 
+OWN = caller("127.0.0.1", os.geteuid())
 KEY = {"authorization": "Bearer k"}
 
 
@@ -127,16 +153,112 @@ def test_a_page_from_an_address_or_an_allowed_host_is_still_from_elsewhere():
     assert passes({**page, "origin": "https://hone.example"}, client="10.0.0.9", **names)
 
 
+OTHER = os.geteuid() + 12345
+
+
+@pytest.mark.parametrize("control", [True, False])
+@pytest.mark.parametrize("user", [OTHER, None], ids=["another user", "unknown"])
 @pytest.mark.parametrize(
-    "header", ["x-forwarded-for", "x-forwarded-proto", "forwarded", "via", "x-real-ip"]
+    "sent",
+    [
+        {},
+        {"authorization": "Bearer default"},
+        {"x-api-key": "default"},
+        {"authorization": "Bearer "},
+    ],
 )
+def test_without_a_key_other_users_of_the_machine_are_refused(
+    sent: dict[str, str], user: int | None, control: bool
+):
+    assert not passes({**LOCAL, **sent}, user=user, control=control)
+    assert passes({**LOCAL, **sent}, control=control)
+    assert passes({**LOCAL, **KEY}, user=user, control=control, api_key="k")
+    # With a key, the user does not matter.
+    assert not passes({**LOCAL, **sent}, control=control, api_key="k")
+
+
+def test_root_may_use_a_server_of_any_user(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert [passes(LOCAL, user=user) for user in (1000, 0, 1001, None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert [passes(LOCAL, user=user) for user in (0, 1000, None)] == [True, False, False]
+
+
+def test_the_refusal_of_another_user_says_who_is_accepted_and_how_to_change_that(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_001)
+
+    def refusal(user: int | None, **settings: Any) -> str:
+        with pytest.raises(Unauthorized) as refused:
+            check(Settings(**settings), "/register", LOCAL, caller("127.0.0.1", user), control=True)
+        return str(refused.value)
+
+    other = refusal(4_000_000_002)
+    assert "has no key, so it accepts only processes of uid 4000000001" in other
+    assert "this request is from a process of uid 4000000002" in other
+    assert "--api-key KEY (or $HONE_API_KEY)" in other and "--trust-network 127.0.0.1/32" in other
+    assert "it cannot tell whose process sent this request" in refusal(None)
+    assert "--trust-network ::1/128" in refusal(None, host="::1")
+
+
+def test_a_trusted_loopback_network_makes_other_users_peers():
+    trusted = Settings(trust_network=(ip_network("127.0.0.1/32"),))
+    other = caller("127.0.0.1", OTHER)
+    assert check(trusted, "/register", LOCAL, other, control=True) == "peer"
+    assert check(trusted, "/register", LOCAL, OWN, control=True) == "operator"
+    assert check(trusted, "/v1/models", LOCAL, other, control=False) == "inference"
+    assert not passes({**LOCAL, "x-real-ip": "127.0.0.1"}, user=OTHER, **trusted.model_dump())
+    assert not passes(LOCAL, client="127.0.0.2", user=OTHER, **trusted.model_dump())
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthcheck"])
+def test_without_a_key_anyone_on_the_machine_may_check_the_health(path: str):
+    for control in (True, False):
+        who = caller("127.0.0.1", OTHER)
+        assert check(Settings(), path, LOCAL, who, control=control) == "anyone"
+
+
+PROXY_HEADERS = [
+    "forwarded",
+    "via",
+    "x-forwarded",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-port",
+    "x-forwarded-proto",
+    "x-forwarded-server",
+    "x-forwarded-client-cert",
+    "x-real-ip",
+    "cf-connecting-ip",
+    "cf-connecting-ipv6",
+    "fastly-client-ip",
+    "fly-client-ip",
+    "true-client-ip",
+    "x-azure-clientip",
+    "x-client-ip",
+    "x-cluster-client-ip",
+    "x-envoy-external-address",
+    "x-original-forwarded-for",
+    "x-originating-ip",
+    "x-remote-addr",
+    "x-remote-ip",
+]
+
+
+@pytest.mark.parametrize("header", PROXY_HEADERS)
 def test_a_forwarded_request_never_reaches_a_server_without_a_key(header: str):
     forwarded = {**LOCAL, header: "10.0.0.9"}
     assert not passes(forwarded)
     assert not passes(forwarded, forwarded_allow_ips=(ip_network("127.0.0.1"),))
     assert passes({**forwarded, **KEY}, api_key="k")
     with pytest.raises(Forbidden, match="--api-key"):
-        check(Settings(), "/health", forwarded, "127.0.0.1", control=True)
+        check(Settings(), "/health", forwarded, OWN, control=True)
 
 
 def test_a_proxy_inside_a_trusted_network_does_not_lend_its_trust():
@@ -145,20 +267,111 @@ def test_a_proxy_inside_a_trusted_network_does_not_lend_its_trust():
     assert not passes(forwarded, client="10.1.0.5", **trusted)
 
 
+PROXY = "10.1.0.5"
+PROXIES: dict[str, Any] = {
+    "api_key": "k",
+    "trust_network": (ip_network("10.1.0.0/16"),),
+    "forwarded_allow_ips": (ip_network(PROXY), ip_network("10.1.0.6")),
+}
+
+
+def by_proxy(
+    headers: dict[str, str], *, client: str, address: str = PROXY, claims: tuple[str, ...] = ()
+) -> bool:
+    """Whether a request is let in as a peer's; `client`: what X-Forwarded-For gave."""
+    who = Caller(address, client, claims=claims)
+    try:
+        headers = {"host": "10.1.0.1", **headers}
+        return check(Settings(**PROXIES), "/register", headers, who, control=True) == "peer"
+    except Unauthorized:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("headers", "client", "claims", "peer"),
+    [
+        ({"x-forwarded-for": "10.1.2.3"}, "10.1.2.3", (), True),
+        ({"x-forwarded-for": "10.1.2.3", "via": "1.1 p"}, "10.1.2.3", (), True),
+        ({"x-forwarded-for": "10.1.2.3", "x-forwarded-proto": "https"}, "10.1.2.3", (), True),
+        ({"x-forwarded-for": "192.0.2.1"}, "192.0.2.1", (), False),
+        # The proxy names its client elsewhere, or not at all.
+        ({}, PROXY, (), False),
+        ({"x-real-ip": "10.1.2.3"}, PROXY, ("10.1.2.3",), False),
+        ({"x-real-ip": "192.0.2.1"}, PROXY, ("192.0.2.1",), False),
+        ({"forwarded": "for=192.0.2.1"}, PROXY, (), False),
+        ({"forwarded": "for=10.1.2.3"}, PROXY, (), False),
+        ({"via": "1.1 p"}, PROXY, (), False),
+        ({"x-forwarded-proto": "https"}, PROXY, (), False),
+        ({"x-forwarded-for": ""}, PROXY, (), False),
+        ({"x-forwarded-for": "unknown"}, "unknown", (), False),
+        # X-Forwarded-For is what the client itself sent.
+        (
+            {"x-forwarded-for": "10.1.2.3", "x-real-ip": "192.0.2.1"},
+            "10.1.2.3",
+            ("192.0.2.1",),
+            False,
+        ),
+        (
+            {"x-forwarded-for": "10.1.2.3", "x-real-ip": "10.1.2.3"},
+            "10.1.2.3",
+            ("10.1.2.3", "192.0.2.1"),
+            False,
+        ),
+        ({"x-forwarded-for": "10.1.2.3", "true-client-ip": "x"}, "10.1.2.3", ("x",), False),
+        ({"x-forwarded-for": "10.1.2.3", "forwarded": "for=192.0.2.1"}, "10.1.2.3", (), False),
+        # Both agree, as with nginx; behind a second proxy X-Real-IP is the first one.
+        ({"x-forwarded-for": "10.1.2.3", "x-real-ip": "10.1.2.3"}, "10.1.2.3", ("10.1.2.3",), True),
+        ({"x-forwarded-for": "10.1.2.3", "x-real-ip": "10.1.0.6"}, "10.1.2.3", ("10.1.0.6",), True),
+        # A proxy is not a client.
+        ({"x-forwarded-for": "10.1.0.6"}, "10.1.0.6", (), False),
+    ],
+)
+def test_a_listed_proxy_must_name_its_client_in_x_forwarded_for(
+    headers: dict[str, str], client: str, claims: tuple[str, ...], peer: bool
+):
+    assert by_proxy(headers, client=client, claims=claims) is peer
+    # The same on an IPv6 socket, which uvicorn's list of proxies does not match.
+    assert not by_proxy(headers, client=f"::ffff:{PROXY}", address=f"::ffff:{PROXY}", claims=claims)
+
+
+def test_with_proxies_a_client_that_is_none_is_known_by_its_own_address():
+    assert by_proxy({}, client="10.1.2.3", address="10.1.2.3")
+    assert by_proxy({}, client="::ffff:10.1.2.3", address="::ffff:10.1.2.3")
+    for header in PROXY_HEADERS:  # a proxy that the operator has not listed
+        assert not by_proxy({header: "10.1.2.3"}, client="10.1.2.3", address="10.1.2.3"), header
+
+
+def test_a_trusted_network_of_proxies_is_refused_at_the_start():
+    loopback = (ip_network("127.0.0.1/32"),)
+    with pytest.raises(
+        ConfigError, match=r"--trust-network 127.0.0.1/32: --forwarded-allow-ips 127"
+    ):
+        check_networks(
+            Settings(trust_network=loopback, forwarded_allow_ips=(ip_network("127.0.0.0/8"),))
+        )
+    check_networks(Settings(**PROXIES))
+    check_networks(
+        Settings(
+            trust_network=loopback,
+            forwarded_allow_ips=(ip_network("::1"), ip_network("10.0.0.0/8")),
+        )
+    )
+
+
 def test_what_each_caller_may_do():
     settings = Settings(api_key="k", trust_network=(ip_network("10.1.0.0/16"),))
     sent = {**LOCAL, "authorization": f"Bearer {inference_key(settings)}"}
     chat = "/v1/chat/completions"
-    assert check(settings, chat, {**LOCAL, **KEY}, "10.9.0.1", control=True) == "operator"
-    assert check(settings, chat, {**LOCAL, **KEY}, "10.9.0.1", control=False) == "inference"
-    assert check(settings, "/register", LOCAL, "10.1.0.1", control=True) == "peer"
-    assert check(Settings(), "/register", LOCAL, "127.0.0.1", control=True) == "operator"
-    assert check(Settings(), chat, LOCAL, "127.0.0.1", control=False) == "inference"
+    assert check(settings, chat, {**LOCAL, **KEY}, caller("10.9.0.1"), control=True) == "operator"
+    assert check(settings, chat, {**LOCAL, **KEY}, caller("10.9.0.1"), control=False) == "inference"
+    assert check(settings, "/register", LOCAL, caller("10.1.0.1"), control=True) == "peer"
+    assert check(Settings(), "/register", LOCAL, OWN, control=True) == "operator"
+    assert check(Settings(), chat, LOCAL, OWN, control=False) == "inference"
     for path in (chat, "/v1/models", "/rollout/r:1/v1/completions"):
-        assert check(settings, path, sent, "10.9.0.1", control=True) == "inference"
+        assert check(settings, path, sent, caller("10.9.0.1"), control=True) == "inference"
     for path in ("/register", "/v1/training/models", "/metrics", "/v1/rollouts/r", "/v1/models2"):
         with pytest.raises(Unauthorized):
-            check(settings, path, sent, "10.9.0.1", control=True)
+            check(settings, path, sent, caller("10.9.0.1"), control=True)
 
 
 def test_the_inference_key_is_not_the_key_and_stays_the_same():
@@ -168,7 +381,7 @@ def test_the_inference_key_is_not_the_key_and_stays_the_same():
 
 
 def test_health_is_answered_to_anyone():
-    check(Settings(api_key="k"), "/health", {"host": "10.0.0.7"}, None, control=True)
+    check(Settings(api_key="k"), "/health", {"host": "10.0.0.7"}, caller(None), control=True)
 
 
 def test_a_key_is_made_once_for_an_open_address_and_kept_from_others(tmp_path: Path):

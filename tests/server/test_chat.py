@@ -14,6 +14,7 @@ from tests.fakes import ScriptedEngine, logprob
 from tests.patience import PATIENCE_S
 from tests.server.conftest import CLIENTS, MakeServer, Server, write_model
 
+from hone import errors
 from hone.inference.base import Sampling
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -320,6 +321,35 @@ def test_errors_have_the_types_of_the_openai_api(make_server: MakeServer, tiny_m
     assert error(good, key)[:2] == (500, "server_error")
 
 
+@pytest.mark.parametrize(
+    ("failure", "status", "requests", "stream"),
+    [
+        (errors.OutOfMemory("the prompt is too long"), 500, 1, False),
+        (errors.OutOfMemory("the prompt is too long"), 500, 1, True),
+        (errors.NotInThisVersion("not yet"), 501, 1, False),
+        (errors.Conflict("the state does not allow it"), 409, 1, False),
+        (errors.EngineError("a step of the engine failed"), 500, 2, False),
+        (errors.EngineFailed("the engine crashed"), 503, 2, False),
+        (ZeroDivisionError("a defect"), 500, 2, True),
+    ],
+)
+def test_openais_client_sends_again_only_what_may_succeed_later(
+    make_server: MakeServer,
+    tiny_model: Path,
+    failure: Exception,
+    status: int,
+    requests: int,
+    stream: bool,
+) -> None:
+    server = make_server()
+    server.engine.failing, server.engine.fails_at = failure, 0
+    retrying = client(server, max_retries=1)
+    with pytest.raises(openai.APIStatusError) as caught:
+        retrying.chat.completions.create(model=str(tiny_model), messages=HELLO, stream=stream)
+    assert caught.value.status_code == status
+    assert len(server.engine.requests) == requests
+
+
 def test_n_answers_in_order(make_server: MakeServer, tiny_model: Path) -> None:
     server = make_server(["one", "two", "three"])
     answer: Any = client(server).chat.completions.create(model=str(tiny_model), messages=HELLO, n=3)
@@ -469,6 +499,68 @@ def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
         modalities=["text"],
     )
     assert answer.choices[0].message.content == "ok"
+    assert {*answer.not_applicable} == {
+        *("user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier")
+    }
+
+
+def test_keys_of_openai_that_have_no_effect_are_named(talk: Any) -> None:
+    keys: dict[str, Any] = {"verbosity": "low", "prompt_cache_retention": "24h"}
+    assert talk("ok", **keys).not_applicable == ["prompt_cache_retention", "verbosity"]
+    chunks = list(talk("ok", stream=True, **keys))
+    assert chunks[-1].not_applicable == ["prompt_cache_retention", "verbosity"]
+    assert talk("ok", reasoning_effort="low").not_applicable == ["reasoning_effort"]
+
+
+def test_the_effort_reaches_a_template_that_has_it(make_server: MakeServer, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("qwen3")
+    model = str(write_model(tmp_path / "qwen3", tokenizer))
+    server = make_server(engine=ScriptedEngine(["ok"], tokenizer=tokenizer))
+    server.state.models.register(ModelSpec(name="thinker", base_model=model))
+    ask = client(server).chat.completions.create
+    quiet = ask(model=model, messages=HELLO, reasoning_effort="none")
+    assert tokenizer.decode(quiet.prompt_token_ids).endswith("<think>\n\n</think>\n\n")
+    assert not hasattr(quiet, "not_applicable")
+    # This template can only be told whether to think, not how long.
+    assert ask(model=model, messages=HELLO, reasoning_effort="low").not_applicable == [
+        "reasoning_effort"
+    ]
+
+
+def test_ids_that_end_the_answer(make_server: MakeServer, tokenizer: Any, tiny_model: Path) -> None:
+    server = make_server(["the weather is cold"])
+    ids = tokenizer.encode("the weather is cold", add_special_tokens=False)
+    ask = client(server).chat.completions.create
+    for stream in (False, True):
+        body = {"stop_token_ids": [ids[2]], "skip_special_tokens": False}
+        answer = ask(model=str(tiny_model), messages=HELLO, stream=stream, extra_body=body)
+        if stream:
+            text = "".join(c.choices[0].delta.content or "" for c in answer if c.choices)
+        else:
+            text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+            assert (answer.choices[0].token_ids, finish) == (ids[:3], "stop")
+            assert not hasattr(answer, "not_applicable")
+        assert text == tokenizer.decode(ids[:2])
+    call = server.state.calls.rollout("")[0].call
+    assert call.completion_ids == ids[:3], "the id that ended it was sampled, and is trained"
+    plain = client(server).completions.create(
+        model=str(tiny_model), prompt="a", extra_body={"stop_token_ids": [ids[2]]}
+    )
+    assert plain.choices[0].text == tokenizer.decode(ids[:2])
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        ask(model=str(tiny_model), messages=HELLO, extra_body={"stop_token_ids": [10**6]})
+
+
+def test_min_tokens_reach_the_engine(make_server: MakeServer, tiny_model: Path) -> None:
+    server = make_server()
+    ask = client(server).chat.completions.create
+    body = {"min_tokens": 3, "skip_special_tokens": True}
+    answer = ask(model=str(tiny_model), messages=HELLO, max_tokens=9, extra_body=body)
+    assert answer.not_applicable == ["skip_special_tokens"]
+    assert server.engine.requests[0].sampling.min_tokens == 3
+    required: dict[str, Any] = {"tools": [LOOK], "tool_choice": "required"}
+    with pytest.raises(openai.BadRequestError, match="min_tokens: not together with a tool choice"):
+        ask(model=str(tiny_model), messages=HELLO, extra_body=body, **required)
 
 
 # ---- refusals --------------------------------------------------------------------------------
@@ -718,7 +810,7 @@ def test_the_list_of_models(make_server: MakeServer, tiny_model: Path) -> None:
     assert set(listed) == {"agent", "agent@latest", "agent@0", str(tiny_model)}
     one: Any = client(server).models.retrieve("agent@latest")
     assert (one.object, one.root, one.step) == ("model", str(tiny_model), 0)
-    with pytest.raises(openai.NotFoundError, match="Served: agent, agent@latest"):
+    with pytest.raises(openai.NotFoundError, match=r"Served: agent, .*GET /v1/models lists"):
         client(server).models.retrieve("agnet")
     by_rollout = httpx.get(f"{server.inference_url}/rollout/x/v1/models").json()
     assert {model["id"] for model in by_rollout["data"]} == set(listed)

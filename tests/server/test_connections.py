@@ -191,7 +191,11 @@ def test_the_log_says_why_a_request_was_refused(
         httpx.post(url + "/v1/training/jobs", json={"model": "agent"})
         httpx.post(
             url + "/v1/chat/completions",
-            json={"model": "m", "messages": [{"role": "user"}], "temperature": "sk-0123456789"},
+            json={
+                "model": "m",
+                "messages": [{"role": "user"}],
+                "temperature": "sk-proj-0123456789abcdef",
+            },
         )
         server.stop()  # a request is logged after it is answered
     requests = [record.fields for record in caplog.records if record.message == "request"]  # pyright: ignore[reportAttributeAccessIssue] - see `say`

@@ -108,7 +108,9 @@ def test_a_killed_server_takes_its_learner_with_it(
     servers: Servers, same: Same, tmp_path: Path, tiny_model: Path
 ):
     assert whole_process(tmp_path, tiny_model, "job/after-save") == -9
-    (manifest,) = tmp_path.glob("default/models/agent/checkpoints/0001.unproved/manifest.json")
+    (manifest,) = tmp_path.glob(
+        "projects/default/models/agent/checkpoints/0001.unproved/manifest.json"
+    )
     learner = json.loads(manifest.read_text())["learner"]
     assert learner["deterministic"] and learner["threads"] == 1
     with suppress(psutil.NoSuchProcess):

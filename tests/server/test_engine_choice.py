@@ -18,6 +18,7 @@ from tests.server.small_server import spec as small_spec
 from hone.errors import ConfigError, Conflict, EngineError, EngineFailed
 from hone.inference.base import Sampling, complete
 from hone.models import machine
+from hone.owned import is_owned, make_owned
 from hone.server import engine_choice
 from hone.server.app import create_apps
 from hone.server.art_requests import ArtModel, model_spec
@@ -27,6 +28,12 @@ from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.training import registered
 from hone.types import ModelKey, ModelSpec
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that need GPUs say how many, whatever this machine has."""
+    monkeypatch.setattr(engine_choice, "num_gpus", lambda device: 0)
 
 
 @pytest.fixture
@@ -243,6 +250,26 @@ async def test_a_running_vllm_serves_what_hone_trained(
     lines = [(one.getMessage(), getattr(one, "fields", None)) for one in caplog.records]
     says = "vLLM was started by others: a publish is proved by log-probabilities alone"
     assert lines.count((says, {"url": url})) == 1
+
+
+def test_starting_vllm_removes_only_directories_of_killed_servers(tmp_path: Path) -> None:
+    state = State(Settings(root=tmp_path, device="cpu", engine_url="http://127.0.0.1:9"))
+    engines = state.settings.root / "engines"
+    killed, mine, file = engines / "1-0", engines / "models", engines / "notes.txt"
+    make_owned(killed)
+    (killed / "adapter").mkdir()
+    mine.mkdir()  # as a project of that name had
+    for path in (mine / "adapter_model.safetensors", file):
+        path.write_text("mine")
+    link = engines / "2-0"
+    link.symlink_to(mine)
+    first, second = (state.serving.choice._directory() for _ in range(2))
+    assert first != second and is_owned(first) and is_owned(second)
+    assert {path.name for path in engines.iterdir()} == {
+        *(first.name, second.name, mine.name, file.name, link.name)
+    }
+    assert (mine / "adapter_model.safetensors").read_text() == "mine"
+    state.store.close()
 
 
 async def test_a_running_vllm_that_restarted_gets_its_adapters_again(

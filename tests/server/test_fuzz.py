@@ -1,6 +1,7 @@
 """Nothing a client can send makes the server fail, hang, or forget what it accepted."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
-from tests.server.target import CASES, Target, bodies
+from tests.server.target import CASES, INFERENCE, Target, bodies, inference_bodies
 
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -90,6 +91,56 @@ def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> N
         run()
     except Unsatisfiable:
         return  # nothing about this request can be wrong
+
+
+@pytest.mark.timeout(max(600, CASES // 5))
+def test_requests_for_answers_bent_out_of_shape(target: Target, capsys: pytest.CaptureFixture[str]):
+    """Every inference route, with a model that exists, so that the rest of the body is read."""
+    operations = [
+        (method, path)
+        for path, methods in target.openapi["paths"].items()
+        for method, operation in methods.items()
+        if {"openai", "anthropic", "vllm"} & {*operation.get("tags", ())}
+    ]
+    without_body = {path for method, path in operations if "{response_id}" in path}
+    assert {path for method, path in operations if method == "post"} - without_body == {*INFERENCE}
+    addresses = [*INFERENCE, *(f"/rollout/r0{route}" for route in INFERENCE if "/v1/" in route)]
+    sent, answered, sampled = Counter[str](), Counter[str](), Counter[str]()
+
+    def bend(address: str) -> None:
+        @examples(max(8, CASES * 3 // 10 // len(addresses)))
+        @given(body=inference_bodies(address.removeprefix("/rollout/r0")))
+        def run(body: bytes) -> None:
+            before = len(target.engine.requests)
+            answer = target.send("POST", address, body)
+            sent[address] += 1
+            answered[address] += answer.status_code == 200
+            sampled[address] += len(target.engine.requests) - before
+
+        run()
+
+    for address in addresses:
+        bend(address)
+    for method, path in operations:
+        if method == "post" and path not in without_body:
+            continue
+        for prefix in ("", "/rollout/r0") if path.startswith("/v1/") else ("",):
+            body = json.dumps({"model": "agent", "input": "the weather"}).encode()
+            response = json.loads(target.send("POST", "/v1/responses", body).content)["id"]
+            address = prefix + path.format(name="agent", response_id=response)
+            status = target.send(method.upper(), address).status_code
+            name = f"{method} {prefix}{path}"
+            sent[name] += 1
+            # A response is complete when it is returned, and cannot be cancelled.
+            answered[name] += status == (400 if path.endswith("/cancel") else 200)
+    with capsys.disabled():
+        for address, count in sent.items():
+            counts = f"{answered[address]:6d} answered {sampled[address]:6d} sampled"
+            print(f"  {address:56s} {count:6d} sent {counts}")  # noqa: T201  # the result
+    assert not [address for address in sent if not answered[address]], "never reached"
+    asks = ("completions", "/responses", "/messages")
+    unsampled = [a for a in addresses if a.endswith(asks) and sampled[a] < sent[a] // 4]
+    assert not unsampled, "their bodies seldom reach the engine"
 
 
 @pytest.mark.timeout(max(600, CASES // 5))

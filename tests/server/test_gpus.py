@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -662,6 +663,122 @@ async def test_a_job_holds_the_requests_to_engines_on_its_gpu_only(
         assert asleep == held and set(answered) == bases.keys() - held
         for name in bases:
             await ask(name)
+
+
+# ---- several learners ----------------------------------------------------------------------------
+
+
+class Turns:
+    """A server with two base models; their learners wait at a gate, and note what they do."""
+
+    def __init__(self, tmp_path: Path, tiny_model: Path, trainer: dict[str, int]) -> None:
+        self.moments: list[str] = []
+        self.gate = threading.Event()
+        self.bases = {name: tmp_path / name for name in trainer}
+        turns = self
+
+        class Noting(LearnerHere):
+            def __init__(self, spec: LearnerSpec, **more: Any) -> None:
+                self.name = Path(spec.base_model).name
+                turns.moments.append(f"{self.name} loads")
+                super().__init__(spec.model_copy(update={"dtype": "float32"}), **more)
+
+            def train(self, *args: Any, **more: Any) -> Any:
+                turns.moments.append(f"{self.name} trains")
+                assert turns.gate.wait(PATIENCE_S)
+                return super().train(*args, **more)
+
+            def close(self, **more: Any) -> None:
+                turns.moments.append(f"{self.name} closes")
+                super().close(**more)
+
+        def open_engine(path: str) -> EmbeddedEngine:
+            return EmbeddedEngine(Decoder.load(Path(path)), kv_budget_bytes=1 << 24)
+
+        settings = Settings(root=tmp_path / "hone", engine="embedded", learner_threads=1)
+        self.server = SmallServer(settings, around_open=lambda _: open_engine, start_learner=Noting)
+        self.records = {}
+        for name, gpu in trainer.items():
+            shutil.copytree(tiny_model, self.bases[name])
+            args = {"trainer_gpu_ids": [gpu]}
+            model = spec(self.bases[name], name=name, engine_args=args)
+            self.records[name] = self.server.models.register(model)
+
+    def submit(self, name: str) -> str:
+        job = self.server.submit(self.records[name], token_groups())
+        self.server.service.wake()
+        return job.id
+
+    async def noted(self, *moments: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not set(moments) <= set(self.moments):
+                await asyncio.sleep(0.01)
+
+    async def waits(self, job: str) -> str:
+        """Why a job waits, once it does."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (reason := self.server.jobs.get(job).waiting_for) is None:
+                await asyncio.sleep(0.01)
+        return reason
+
+
+async def test_learners_on_one_gpu_run_one_after_the_other(
+    gpus: None, tiny_model: Path, tmp_path: Path
+):
+    turns = Turns(tmp_path, tiny_model, {"a": 0, "b": 0})
+    server = turns.server
+    async with server.running():
+        first = turns.submit("a")
+        await turns.noted("a trains")
+        second = turns.submit("b")
+        reason = await turns.waits(second)
+        assert reason.startswith(f"GPU 0 is used by the learner of {str(turns.bases['a'])!r}")
+        status = server.service.status()
+        assert (status["jobs"], status["waiting"]) == ([first], {second: reason})
+        assert status["queued"] == 1 and server.jobs.get(second).attempts == 0
+        assert turns.moments == ["a loads", "a trains"]
+        turns.gate.set()
+        for job in (first, second):
+            assert (await server.ended(job)).state == "done", server.jobs.get(job).failure
+        expected = ["a loads", "a trains", "a closes", "b loads", "b trains"]
+        assert turns.moments == expected  # the memory of a is free before b loads
+        assert "waiting" not in server.service.status()
+        # The learner stays for the next job of its base model.
+        await server.ended(turns.submit("b"))
+        assert turns.moments == [*expected, "b trains"]
+
+
+async def test_learners_on_two_gpus_run_side_by_side(gpus: None, tiny_model: Path, tmp_path: Path):
+    turns = Turns(tmp_path, tiny_model, {"a": 0, "b": 1})
+    async with turns.server.running():
+        for name in turns.records:  # no engine is opened on a GPU that a learner uses
+            await turns.server.serving.resolve(name)
+        jobs = [turns.submit(name) for name in turns.records]
+        await turns.noted("a trains", "b trains")
+        turns.gate.set()
+        for job in jobs:
+            assert (await turns.server.ended(job)).state == "done"
+        assert not any("closes" in moment for moment in turns.moments)
+
+
+async def test_a_job_that_waits_for_its_gpu_can_be_cancelled_and_survives_a_stop(
+    gpus: None, tiny_model: Path, tmp_path: Path
+):
+    turns = Turns(tmp_path, tiny_model, {"a": 0, "b": 0, "c": 0})
+    server = turns.server
+    async with server.running():
+        first = turns.submit("a")
+        await turns.noted("a trains")
+        cancelled, stopped = turns.submit("b"), turns.submit("c")
+        await turns.waits(cancelled)
+        await turns.waits(stopped)
+        server.jobs.request_cancel(cancelled)
+        asyncio.get_running_loop().call_later(0.05, turns.gate.set)  # while the service closes
+        await server.service.close()
+        states = {job: server.jobs.get(job).state for job in (first, cancelled, stopped)}
+        assert states == {first: "queued", cancelled: "cancelled", stopped: "queued"}
+        assert server.jobs.get(stopped).attempts == 0
+        assert not any(moment.startswith(("b", "c")) for moment in turns.moments)
 
 
 def test_a_model_that_fits_nowhere_is_refused_before_vllm_starts(

@@ -4,7 +4,7 @@ import logging
 import os
 from pathlib import Path
 
-from tests.server.api import Api
+from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 from tests.server.worlds import World
 
@@ -13,6 +13,8 @@ from hone.server.settings import Settings
 from hone.server.telemetry import rotate_output, start_logging, stop_logging
 from hone.store.checkpoints import log_groups, prune_groups
 from hone.types import RunSpec
+
+CONFIG = {"learning_rate": 1e-3, "max_staleness": None}
 
 
 def test_the_log_is_rotated(tmp_path: Path):
@@ -56,7 +58,7 @@ def test_the_oldest_logged_trajectories_leave_first(tmp_path: Path):
     group = {"logs": ["x" * 90]}
     paths = []
     for step in range(4):
-        model = tmp_path / "default" / "models" / f"model-{step % 2}"
+        model = tmp_path / "projects" / "default" / "models" / f"model-{step % 2}"
         paths.append(log_groups(model, "val", step, [group]))
         os.utime(paths[-1], (step, step))
     size = paths[0].stat().st_size
@@ -88,6 +90,28 @@ async def test_a_run_that_nobody_uses_is_closed_and_its_calls_can_go(
     await world.close()
 
 
+async def test_a_run_that_waits_for_its_job_is_not_idle(open_api: Open):
+    api = await open_api(held=True, idle_run_s=500.0, keep_events_s=500.0)
+    await api.register()
+    await api.register(name="other")
+    for run, model in (("short", "agent"), ("long", "default/agent"), ("dead", "other")):
+        await api.ask("POST", "/v1/runs", json={"id": run, "model": model})
+    job = await api.submit()
+    api.state.calls._opened.clear()
+    with api.state.store.transaction() as db:
+        db.execute("UPDATE runs SET opened_at = opened_at - 1000")
+    await api.state._prune()
+    runs = {run["id"]: run["open"] for run in await api.ask("GET", "/v1/runs")}
+    assert runs == {"short": True, "long": True, "dead": False}
+    await api.ask("POST", f"{JOBS}/{job.id}/cancel")
+    await api.ended(job, state="cancelled")
+    with api.state.store.transaction() as db:
+        db.execute("UPDATE runs SET closed_at = closed_at - 1000")
+    await api.state._prune()  # closes two, and deletes what was closed long ago
+    runs = {run["id"]: run["open"] for run in await api.ask("GET", "/v1/runs")}
+    assert runs == {"short": False, "long": False}
+
+
 async def test_runs_are_listed(api: Api):
     for run in ("first", "second"):
         assert (await api.client.post("/v1/runs", json={"id": run})).status_code == 200
@@ -98,3 +122,57 @@ async def test_runs_are_listed(api: Api):
         ("first", False, 0),
     ]
     assert len((await api.client.get("/v1/runs?limit=1")).json()) == 1
+
+
+async def test_only_the_newest_steps_and_those_that_are_needed_stay_whole(open_api: Open):
+    api = await open_api(keep_optimizer_steps=1)
+    await api.register()
+    for _ in range(3):
+        await api.ended(await api.submit(config=CONFIG))
+    await api.ask("POST", f"{AGENT}/metrics", json={"step": 1, "metrics": {"reward": 1.0}})
+    sizes = {s["step"]: s["bytes"] for s in await api.ask("GET", f"{AGENT}/checkpoints")}
+    await api.state._prune()
+    steps = await api.ask("GET", f"{AGENT}/checkpoints")
+    assert [(s["step"], s["optimizer"]) for s in steps] == [
+        (0, True),
+        (1, True),  # the best
+        (2, False),
+        (3, True),
+    ]
+    assert steps[2]["bytes"] < sizes[2] and steps[3]["bytes"] == sizes[3]
+    # The newest is damaged: the one before it is used, and the job says what that means.
+    record = api.state.models.find("agent")
+    newest = api.state.checkpoints.get(record.key, 3)
+    (newest.path / "adapter_model.safetensors").write_bytes(b"")
+    api.state.serving.engines.loaded()[api.base_model].adapters.newest.clear()
+    job = await api.ended(await api.submit(config=CONFIG))
+    assert (job.base_step, job.step) == (2, 3)
+    learned = [e for e in api.state.jobs.events(job.id, limit=-1) if e.type == "learned"]
+    assert "step 2 had lost the state of its optimizer" in learned[0].data["notes"][-1]
+
+
+async def test_old_steps_go_when_a_number_of_steps_is_set(open_api: Open):
+    api = await open_api(keep_steps=1)
+    await api.register()
+    for _ in range(3):
+        await api.ended(await api.submit(config=CONFIG))
+    await api.state._prune()
+    steps = await api.ask("GET", f"{AGENT}/checkpoints")
+    assert [step["step"] for step in steps] == [0, 3]
+
+
+async def test_the_first_step_of_an_open_run_stays(open_api: Open):
+    """The run's last validation compares it with the best step."""
+    api = await open_api(keep_steps=1)
+    await api.register()
+    await api.ended(await api.submit(config=CONFIG))
+    api.state.calls.open_run(RunSpec(id="run1", model="default/agent"))
+    for _ in range(2):
+        await api.ended(await api.submit(config=CONFIG))
+    await api.state._prune()
+    steps = await api.ask("GET", f"{AGENT}/checkpoints")
+    assert [(step["step"], step["in_use"]) for step in steps] == [(0, False), (1, True), (3, False)]
+    api.state.calls.close_run("run1")
+    await api.state._prune()
+    steps = await api.ask("GET", f"{AGENT}/checkpoints")
+    assert [step["step"] for step in steps] == [0, 3]

@@ -11,8 +11,9 @@ from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 
+from hone.errors import AmbiguousModel
 from hone.store.rename import FAILPOINTS
-from hone.types import ModelKey, ModelSpec, RunSpec
+from hone.types import ModelKey, ModelSpec, RunSpec, stored_name
 
 OLD, NEW = ModelKey("default", "agent"), ModelKey("default", "agent.old")
 
@@ -74,6 +75,27 @@ async def test_a_model_at_work_keeps_its_name(api: Api):
     assert "Wait for its end, or cancel it" in answer["error"]["message"]
 
 
+async def test_a_rename_hides_no_model_of_another_project(open_api: Open):
+    """Also if the new name is one that hone derives from the other's PROJECT/NAME."""
+    api = await open_api()
+    await api.register()
+    await api.register(name="m", project="p", seed=5)
+    await api.ask("POST", f"{AGENT}/rename", json={"to": stored_name("p/m")})
+    for name in ("p/m", "m", "p/m@latest"):
+        assert (await api.state.serving.resolve(name)).model == "p/m"
+    renamed = f"default/{stored_name('p/m')}"
+    assert (await api.state.serving.resolve(renamed)).model == renamed
+    await api.ask("POST", f"{AGENT}/rename", json={"to": stored_name("p/m")})  # repeated
+    await api.register(name="n")
+    n = "/v1/training/models/default/n/rename"
+    answer = await api.ask("POST", n, json={"to": stored_name("p/m").upper()}, status=409)
+    assert "some file systems do not distinguish names by case" in answer["error"]["message"]
+    await api.ask("POST", n, json={"to": "m"})
+    with pytest.raises(AmbiguousModel, match="say 'default/m' or 'p/m'"):
+        await api.state.serving.resolve("m")
+    assert (await api.state.serving.resolve("p/m")).model == "p/m"
+
+
 @pytest.mark.parametrize(
     ("to", "status", "why"),
     [
@@ -115,7 +137,7 @@ def test_a_rename_that_was_killed_is_finished_at_the_next_start(
 ):
     state = make_state()
     state.models.register(ModelSpec(name="agent", base_model="tiny"))
-    state.calls.open_run(RunSpec(id="run", model="agent"))
+    state.calls.open_run(RunSpec(id="run", model=str(OLD)))
     state.checkpoints.log(OLD, 3, {"reward": 1.0}, "val")
     state.store.close()
     killed = subprocess.run(

@@ -1,6 +1,7 @@
 """Rollouts: whose call it was, what it continues to the token, and what a restart remembers."""
 
 import logging
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.chat.bridge import Reason
+from hone.finetune.journal import rollout_id
 from hone.server import conversations
 from hone.server.conversations import request_seed
 from hone.store.calls import CallStore
@@ -181,6 +183,7 @@ def test_an_answer_that_nobody_received_is_not_continued(
     second = ask(after, [user("one"), reply(first), user("two")], rollout="r")
     assert second["prompt_token_ids"][: len(ids(first))] != ids(first)
     assert [call.index for call in after.state.calls.rollout("r")] == [0, 1]
+    assert after.engine.requests[0].sampling.seed == request_seed(None, "r", 0), "draws it again"
 
 
 def test_a_rollout_that_left_the_memory_is_read_again(
@@ -392,10 +395,82 @@ def test_inside_a_rollout_the_seed_is_the_servers(make_server: MakeServer, ask: 
 
 def test_runs_with_one_seed_draw_alike_and_others_do_not() -> None:
     def seed(run: str, seed: int) -> int:
-        return request_seed(RunSpec(id=run, seed=seed), f"{run}:0.0.3.1.s1", 0)
+        return request_seed(RunSpec(id=run, seed=seed), f"{run}:0.0.3.1~1", 0)
 
     assert seed("art_run_1", 0) == seed("art_run_2", 0)
     assert seed("art_run_1", 0) != seed("art_run_1", 1)
+
+
+def test_attempts_of_one_rollout_draw_alike_and_other_rollouts_do_not() -> None:
+    run = RunSpec(id="art_run_1", seed=3)
+    place: dict[str, Any] = {"epoch": 1, "round": 0, "item": 3, "generation": 2, "session": 1}
+
+    def seed(**changes: Any) -> int:
+        return request_seed(run, rollout_id(run.id, **place | changes), 0)
+
+    assert seed() == seed(session=2) == seed(session=2, retry=1)
+    others = [{"epoch": 2}, {"round": 1}, {"item": 4}, {"generation": 1}, {"split": "val"}]
+    assert len({seed(), *(seed(**other) for other in others)}) == 6
+
+
+def test_requests_that_were_refused_and_sent_again_draw_answers_of_their_own(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    """An agent that votes asks the same several times; a retry repeats none of the other answers."""
+    server = make_server()
+    for retries in ("0", "1", "1", "2"):
+        url = f"{server.inference_url}/rollout/r/v1/chat/completions"
+        body = {"model": str(tiny_model), "messages": [user("one")]}
+        httpx.post(url, json=body, headers={"x-stainless-retry-count": retries})
+    assert len({request.sampling.seed for request in server.engine.requests}) == 4
+
+
+def test_a_recorded_answer_that_was_not_sent_is_drawn_again(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    """The client left while its answer was being recorded, which a lock of another process delays."""
+    server = make_server()
+    url = f"{server.inference_url}/rollout/r/v1/chat/completions"
+    body = {"model": str(tiny_model), "messages": [user("one")]}
+    other = sqlite3.connect(server.state.settings.root / "state.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=0.5)
+    other.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while not server.state.calls.rollout("r") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    [call] = server.state.calls.rollout("r")
+    assert not call.abandoned
+    httpx.post(url, json=body)
+    first, second = (request.sampling.seed for request in server.engine.requests)
+    assert first == second
+
+
+def test_a_restarted_server_draws_the_lost_answer_again(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
+    seeds = []
+    for retries in (0, 1):
+        server = make_server()
+        url = f"{server.inference_url}/rollout/r/v1/chat/completions"
+        body = {"model": str(tiny_model), "messages": [user("one")]}
+        httpx.post(url, json=body, headers={"x-stainless-retry-count": str(retries)})
+        seeds.append(server.engine.requests[0].sampling.seed)
+        server.stop()
+    assert seeds[0] == seeds[1]
+
+
+def test_a_rollout_that_is_run_again_has_calls_of_its_own_and_the_same_seeds(
+    make_server: MakeServer, ask: Ask
+) -> None:
+    server = make_server()
+    server.state.calls.open_run(RunSpec(id="run1", seed=5))
+    for rollout in ("run1:0.0.0.0~1", "run1:0.0.0.0~1", "run1:0.0.0.0~2", "run1:0.0.0.0~2.1"):
+        ask(server, "one", rollout=rollout)
+    first, second, *again = [request.sampling.seed for request in server.engine.requests]
+    assert first != second and again == [first, first]
+    assert len(server.state.calls.rollout("run1:0.0.0.0~2")) == 1
 
 
 def test_a_rollout_may_be_sampled_at_another_temperature_than_its_requests_say(
@@ -549,7 +624,7 @@ def test_inside_a_run_the_base_name_is_the_runs_model(
         ModelSpec(name="agent", base_model=str(tiny_model), token_ids_as_text=True)
     )
     opened = http.post(f"{server.control_url}/v1/runs", json={"id": "run1", "model": "agent"})
-    expected = {"id": "run1", "model": "agent", "seed": 0, "aliases": [], "open": True}
+    expected = {"id": "run1", "model": "default/agent", "seed": 0, "aliases": [], "open": True}
     expected |= {"calls": 0, "unmarked": {}}
     assert opened.json() == expected
     with caplog.at_level(logging.INFO, "hone.server"):

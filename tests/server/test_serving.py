@@ -16,6 +16,7 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeState, write_model
 
 from hone.errors import (
+    AmbiguousModel,
     Busy,
     Conflict,
     EngineError,
@@ -26,11 +27,12 @@ from hone.errors import (
     Unreachable,
 )
 from hone.inference.base import AdapterRef, Engine, Sampling
-from hone.server.serving import Base, Serving
+from hone.server.auth import access
+from hone.server.serving import Base, Serving, project
 from hone.server.state import State
 from hone.server.tokenizer import FIXED, PARTS, BaseTokenizer, differing
 from hone.store.models import ModelRecord
-from hone.types import ModelSpec, RunSpec
+from hone.types import ModelSpec, RunSpec, stored_name
 
 
 class World:
@@ -273,7 +275,7 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) ->
     assert (pinned.model, pinned.step) == ("default/agent", 1)
     other = RunSpec(id="run2", model="agent")
     for elsewhere in (None, other):
-        with pytest.raises(UnknownModel, match=r"'gpt-4o' is served\. Served: agent, agent@latest"):
+        with pytest.raises(UnknownModel, match=r"'gpt-4o' is served\. Served: agent, "):
             await world.serving.resolve("gpt-4o", run=elsewhere)
     with pytest.raises(UnknownModel, match=r"in a run, set finetuning\.model_aliases"):
         await world.serving.resolve("gpt-4", run=run)
@@ -281,8 +283,8 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) ->
 
 async def test_aliases_are_listed_if_they_can_be_asked_for(world: World) -> None:
     world.model("agent", steps=2)
-    for project in ("one", "two"):
-        world.model("twice", project=project)
+    for one in ("one", "two"):
+        world.model("twice", project=one)
     aliases = {"a": "agent", "b": world.tiny, "c": "agnet", "d": "twice", "e": "one/twice"}
     run = RunSpec(id="run1", model="agent", aliases=("gpt-4o",))
     listed = {entry.id: (entry.root, entry.step) for entry in world.serving.served(None, aliases)}
@@ -333,7 +335,7 @@ async def test_a_run_over_another_base_leaves_this_one_alone(
 async def test_unknown_names_say_what_is_served(world: World) -> None:
     world.model(steps=1)
     for name in ("agnet", "agent2@3", "no/such-model", "\x00", "x" * 500, "../..", "@1"):
-        with pytest.raises(UnknownModel, match="agent@latest") as raised:
+        with pytest.raises(UnknownModel, match=r"Served: agent, .* GET /v1/models lists") as raised:
             await world.serving.resolve(name)
         assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
     with pytest.raises(NotFound, match=r"Steps: 0, 1\."):
@@ -351,6 +353,97 @@ async def test_a_name_in_two_projects_must_say_which(world: World) -> None:
     assert (await world.serving.resolve("default/agent@1")).step == 1
 
 
+async def test_a_written_name_hides_no_model_of_another_project(world: World) -> None:
+    """ART's users write names with slashes: one called `p/m` is not project p's m."""
+    written = stored_name("p/m")
+    squatter = world.model(written, steps=2)
+    for order in ("before p/m is registered", "after"):
+        if order == "after":
+            world.model("m", project="p", steps=1)
+        keyed = order == "after"
+        expected = ("p/m", 1) if keyed else (str(squatter.key), 2)
+        for name in ("p/m", "p/m@latest"):
+            policy = await world.serving.resolve(name)
+            assert (policy.model, policy.step) == expected, (order, name)
+        assert (await world.serving.resolve("p/m@0")).model == expected[0]
+        within = project.set("default")  # ART's clients are given an address with their project
+        try:
+            assert (await world.serving.resolve("p/m")).model == str(squatter.key)
+        finally:
+            project.reset(within)
+        assert (await world.serving.resolve(str(squatter.key))).model == str(squatter.key)
+    inference = access.set("inference")
+    try:
+        assert (await world.serving.resolve("p/m")).model == "p/m"
+    finally:
+        access.reset(inference)
+    with pytest.raises(UnknownModel, match="no best step"):
+        await world.serving.resolve("p/m@best")
+    world.state.checkpoints.log(squatter.key, 2, {"reward": 1.0}, "val")
+    with pytest.raises(UnknownModel, match="'p/m' has no best step"):
+        await world.serving.resolve("p/m@best")
+
+
+async def test_a_name_in_another_project_does_not_change_an_open_run(world: World) -> None:
+    """A run keeps its model, whatever is registered while it is open."""
+    world.model("agent", project="mine", steps=2)
+    run = RunSpec(id="run1", model="mine/agent")
+    world.model("agent", project="theirs", steps=1)
+    for name in ("agent", "agent@latest", "mine/agent", world.tiny):
+        policy = await world.serving.resolve(name, run=run)
+        assert (policy.model, policy.step) == ("mine/agent", 2), name
+    assert (await world.serving.resolve("theirs/agent", run=run)).model == "theirs/agent"
+    with pytest.raises(AmbiguousModel, match="say 'mine/agent' or 'theirs/agent'") as raised:
+        await world.serving.resolve("agent")
+    assert (raised.value.param, raised.value.code) == ("model", "model_ambiguous")
+
+
+async def test_a_written_name_does_not_hide_a_base_model_in_use(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world.model(stored_name("org/base"))
+    world.state.models.register(ModelSpec(name="other", base_model="org/base"))
+    assert world.state.models.find_or_none("org/base") is None
+    assert world.state.models.find("org/base", "default").key.name == stored_name("org/base")
+
+
+async def test_listing_and_unknown_names_open_no_file_of_a_step(
+    world: World, opened_files: list[str]
+) -> None:
+    record = world.model(steps=30)
+    world.state.checkpoints.log(record.key, 12, {"reward": 1.0}, "val")
+    for number in range(30):
+        world.state.models.register(ModelSpec(name=f"other-{number}", base_model=world.tiny))
+    world.serving.served()  # reads the history once
+    opened_files.clear()
+    names = {served.id: served.step for served in world.serving.served()}
+    assert (names["agent"], names["agent@best"], names["agent@17"]) == (30, 12, 17)
+    with pytest.raises(UnknownModel) as unknown:
+        await world.serving.resolve("agnet")
+    with pytest.raises(NotFound) as missing:
+        world.state.checkpoints.get(record.key, 99)
+    checkpoints = str(world.state.checkpoints.model_dir(record.key))
+    inside = [file for file in opened_files if file.startswith(checkpoints)]
+    assert [file for file in inside if not file.endswith("0099/manifest.json")] == []
+    assert "32 models, the nearest agent. GET /v1/models lists" in str(unknown.value)
+    assert "Steps: 31 from 0 to 30, the nearest 26, 27, 28, 29, 30." in str(missing.value)
+    assert len(str(unknown.value)) < 1000
+
+
+async def test_a_changed_history_or_step_changes_the_best_step(world: World) -> None:
+    record = world.model(steps=3)
+    best = world.state.checkpoints.best
+    assert best(record.key) is None
+    for step, reward in ((1, 0.5), (2, 0.7), (3, 0.6)):
+        world.state.checkpoints.log(record.key, step, {"reward": reward}, "val")
+        assert best(record.key) == min(step, 2)
+    world.state.checkpoints.delete(record.key, [2])
+    assert best(record.key) == 3
+    assert best(record.key, "val/other") is None
+    assert best(record.key) == 3
+
+
 async def test_the_list_of_names(world: World) -> None:
     record = world.model(steps=2)
     world.state.checkpoints.log(record.key, 1, {"reward": 1.0}, "val")
@@ -364,6 +457,20 @@ async def test_the_list_of_names(world: World) -> None:
         "agent@2": (world.tiny, 2),
         world.tiny: (world.tiny, 0),
     }
+
+
+async def test_one_name_of_the_list_in_either_spelling(world: World) -> None:
+    world.model(steps=2)
+    for name in ("agent", "agent@1", "default/agent", "default/agent@1", "default/agent@latest"):
+        served = world.serving.served_name(name)
+        assert (served.id, served.step) == (name, 1 if name.endswith("@1") else 2)
+    for name in ("agnet", "agent@9", "other/agent"):
+        with pytest.raises(UnknownModel, match=r"GET /v1/models lists every name and step"):
+            world.serving.served_name(name)
+    world.model("agent", project="second")
+    with pytest.raises(AmbiguousModel, match="'second/agent'"):
+        world.serving.served_name("agent")
+    assert world.serving.served_name("second/agent").step == 0
 
 
 # ---- steps -----------------------------------------------------------------------------------

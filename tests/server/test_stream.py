@@ -364,6 +364,22 @@ def test_a_client_that_leaves_a_stream_abandons_its_call(slow: Server, tiny_mode
     assert answer.status_code == 200
     second = slow.state.calls.rollout("gone")[1]
     assert (second.index, second.outcome) == (1, "first")
+    seeds = [request.sampling.seed for request in slow.engine.requests]
+    assert seeds[0] != seeds[1], "an agent that broke off an answer and asks again gets another"
+
+
+def test_a_client_that_received_nothing_draws_the_same_answer_when_it_asks_again(
+    slow: Server, tiny_model: Path
+) -> None:
+    body = {"model": str(tiny_model), "messages": HELLO}
+    url = f"{slow.inference_url}/rollout/gone/v1/chat/completions"
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=0.2)
+    abandoned_call(slow, "gone")
+    for _ in range(2):
+        httpx.post(url, json=body | {"max_tokens": 2})
+    first, second, third = (request.sampling.seed for request in slow.engine.requests)
+    assert first == second != third
 
 
 def test_a_client_that_leaves_before_the_answer_abandons_its_call(

@@ -10,6 +10,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.server.api import AGENT, JOBS, Api, Open, group, job
 from tests.server.worlds import by_tokens
+from tests.store.test_checkpoints import filler
 
 from hone.errors import StorageError
 from hone.server.settings import Settings
@@ -198,6 +199,28 @@ async def test_logged_metrics_choose_the_best_step(api: Api):
     assert (await api.ask("GET", AGENT))["best_step"] == 0
 
 
+async def test_metrics_that_are_sent_again_with_their_key_are_logged_once(api: Api):
+    await api.ask("POST", f"{AGENT}/prepare")
+    (record,) = api.state.models.list()
+    body = {"split": "val", "metrics": {"reward": 0.5}, "idempotency_key": "k"}
+    sent = (api.ask("POST", f"{AGENT}/metrics", json=body) for _ in range(4))
+    assert await asyncio.gather(*sent) == [{"step": 0}] * 4  # also at the same time
+    api.state.checkpoints.write(record.key, 1, filler("step 1"))
+    # The newest step is another one by now: the metrics stay those of step 0.
+    assert await api.ask("POST", f"{AGENT}/metrics", json=body) == {"step": 0}
+    (line,) = api.state.checkpoints.history(record.key)
+    assert (line["step"], line["val/reward"]) == (0, 0.5)
+    other = body | {"metrics": {"reward": 0.6}}
+    refused = await api.ask("POST", f"{AGENT}/metrics", json=other, status=409)
+    assert "'k' was used for other metrics" in refused["error"]["message"]
+    # Another key is another measurement, and so is each request without one.
+    for _ in range(2):
+        body |= {"idempotency_key": None}
+        await api.ask("POST", f"{AGENT}/metrics", json=body)
+    await api.ask("POST", f"{AGENT}/metrics", json=body | {"idempotency_key": "l"})
+    assert len(api.state.checkpoints.history(record.key)) == 4
+
+
 # ---- jobs -------------------------------------------------------------------------------------
 
 
@@ -362,6 +385,28 @@ async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):
     assert (await api.submit(idempotency_key="k")).id == first.id
     await api.ask("POST", f"{JOBS}/{first.id}/cancel")
     await api.submit()
+
+
+async def test_jobs_sent_at_once_do_not_pass_the_limit_of_the_queue(open_api: Open):
+    api = await open_api(held=True, max_queued_jobs=3)
+    await api.register()
+    running = await api.submit()
+    async with asyncio.timeout(PATIENCE_S):
+        while api.state.jobs.get(running.id).state != "running":
+            await asyncio.sleep(0.01)
+    # Each is sent twice: a repetition is the same job, also when that job has filled the queue.
+    keys = [f"key {n}" for n in range(8) for _ in range(2)]
+    answers = await asyncio.gather(
+        *(api.client.post(JOBS, json=job(idempotency_key=key)) for key in keys)
+    )
+    assert sum(api.state.jobs.waiting().values()) == 3
+    accepted = {key: a.json()["id"] for key, a in zip(keys, answers, strict=True) if a.is_success}
+    assert len(accepted) == 3
+    for key, answer in zip(keys, answers, strict=True):
+        if key in accepted:
+            assert (answer.status_code, answer.json()["id"]) == (202, accepted[key])
+        else:
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "10"
 
 
 async def test_cancelling_a_queued_job_ends_it(api: Api):

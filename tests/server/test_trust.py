@@ -20,7 +20,6 @@ from hone.server.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.store.database import make_root
-from hone.types import stored_name
 
 
 def raw_status(url: str, headers: str, path: str = "/v1/models") -> int:
@@ -82,6 +81,41 @@ def test_a_proxy_that_the_operator_named_is_believed(make_server: MakeServer):
     path = "/v1/training/models"
     assert raw_status(server.control_url, headers.format("10.0.0.9"), path) == 200
     assert raw_status(server.control_url, headers.format("192.0.2.1"), path) == 401
+
+
+def test_a_proxy_that_names_its_client_elsewhere_gets_nothing(make_server: MakeServer):
+    """Even if it is in a trusted network itself, and its client claims to be in one."""
+    server = make_server(
+        api_key="k",
+        trust_network=(ip_network("127.0.0.0/8"), ip_network("10.0.0.0/8")),
+        forwarded_allow_ips=(ip_network("127.0.0.1/32"),),
+    )
+    path, client = "/v1/training/models", "X-Forwarded-For: 10.0.0.9\r\n"
+    table = {
+        "": 401,
+        "X-Real-IP: 192.0.2.1\r\n": 401,
+        "X-Real-IP: 10.0.0.9\r\n": 401,
+        "x-real-ip: 127.0.0.1\r\n": 401,
+        "Forwarded: for=192.0.2.1\r\n": 401,
+        "FORWARDED: for=10.0.0.9;proto=http\r\n": 401,
+        "Via: 1.1 proxy\r\n": 401,
+        "X-Forwarded-Proto: https\r\n": 401,
+        "X-Forwarded-For: \r\n": 401,
+        "X-Forwarded-For: 127.0.0.1\r\n": 401,
+        client: 200,
+        client + "Via: 1.1 proxy\r\n": 200,
+        client + "X-Real-IP: 10.0.0.9\r\n": 200,
+        client + "X-Real-IP: 192.0.2.1\r\n": 401,
+        client + "X-Real-IP: 10.0.0.9\r\nX-Real-IP: 192.0.2.1\r\n": 401,
+        client + "CF-Connecting-IP: 192.0.2.1\r\n": 401,
+        client + "Forwarded: for=192.0.2.1\r\n": 401,
+        client + "X-Forwarded-For: 192.0.2.1\r\n": 401,
+    }
+    statuses = {
+        headers: raw_status(server.control_url, f"Host: 127.0.0.1\r\n{headers}", path)
+        for headers in table
+    }
+    assert statuses == table
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
@@ -299,37 +333,33 @@ def test_a_directory_of_other_things_is_left_as_it_is(tmp_path: Path):
         make_root(shared / "thesis.txt")
 
 
-def test_a_directory_that_holds_only_runs_becomes_the_root(tmp_path: Path):
-    (tmp_path / "runs" / "first").mkdir(parents=True)
+@pytest.mark.parametrize("inside", ["runs/first", "projects/demo/models/agent"])
+def test_a_directory_that_holds_only_what_hone_wrote_becomes_the_root(tmp_path: Path, inside: str):
+    """Runs of `hone finetune`, or the state and trajectories of the SDK's models."""
+    (tmp_path / inside).mkdir(parents=True)
     tmp_path.chmod(0o755)
     make_root(tmp_path)
     assert mode(tmp_path) == 0o700
 
 
-RESERVED = [
-    "state.sqlite",
-    "State.SQLite-wal",
-    "server.lock",
-    "server.log",
-    "api_key",
-    "LOGS",
-    "cache",
-    "runs",
-    "evals",
-]
+def test_projects_beside_other_things_make_no_root(tmp_path: Path):
+    for name in ("projects", "photos"):  # a home directory, for example
+        (tmp_path / name).mkdir()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ServerError, match="chmod 700"):
+        make_root(tmp_path)
+    assert mode(tmp_path) == 0o755
 
 
-def test_a_project_is_not_called_like_a_file_of_the_root(server: Server, tiny_model: Path):
-    files = {path.name for path in server.state.settings.root.iterdir()}
-    hidden = {name for name in files if stored_name(name) != name}  # stored under another name
-    assert hidden == {".bodies"} and stored_name(".bodies") not in files
-    for project in {*RESERVED, *files} - hidden:
+def test_a_project_may_be_called_like_a_file_of_the_root(server: Server, tiny_model: Path):
+    """Projects have a directory of their own, so that no name is one of the server's files."""
+    root = server.state.settings.root
+    before = {path.name: path.is_dir() for path in root.iterdir()}
+    for project in {"engines", "cache", "runs", "projects", *before} - {".bodies"}:
         model = {"name": "agent", "project": project, "base_model": str(tiny_model)}
         for path in ("/v1/training/models", "/register"):
-            refused = httpx.post(server.control_url + path, json=model)
-            assert refused.status_code == 422, project
-            assert "a file of the server's own" in refused.text
-    assert {path.name for path in server.state.settings.root.iterdir()} == files
-    allowed = {"name": "logs", "project": "logs2", "base_model": str(tiny_model)}
-    made = httpx.post(f"{server.control_url}/v1/training/models", json=allowed)
-    assert made.status_code == 201
+            made = httpx.post(server.control_url + path, json=model)
+            assert made.status_code in (200, 201), made.text
+        assert (root / "projects" / project / "models" / "agent" / "model.json").is_file()
+    after = {path.name: path.is_dir() for path in root.iterdir()}
+    assert after == before | {"projects": True}

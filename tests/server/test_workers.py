@@ -24,6 +24,7 @@ from tests.server.conftest import MakeState, Server
 from hone.chat import chatml
 from hone.errors import DiskFull, Unavailable, Unprocessable
 from hone.learner.packed import unpack_groups
+from hone.owned import MARK
 from hone.server import chat_tasks, job_tasks
 from hone.server.settings import Settings
 from hone.server.state import State
@@ -296,7 +297,7 @@ async def test_a_task_beyond_its_deadline_is_stopped() -> None:
 
 
 def _files(body: bytes, directory: Path) -> list[bytes]:
-    return [file.read_bytes() for file in directory.rglob("*") if file.is_file()]
+    return sorted(file.read_bytes() for file in directory.rglob("*") if file.is_file())
 
 
 async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
@@ -309,8 +310,8 @@ async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
     state = make_state()
     assert not left.exists()
     try:
-        assert await state.workers.run(_files, b"a body", left.parents[1]) == [b"a body"]
-        assert list(left.parents[1].iterdir()) == []
+        assert await state.workers.run(_files, b"a body", left.parents[1]) == [b"", b"a body"]
+        assert [path.name for path in left.parents[1].iterdir()] == [MARK]
     finally:
         state.workers.close()
         state.store.close()

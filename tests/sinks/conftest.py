@@ -13,6 +13,7 @@ from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import MemoryAdapter, ScriptedBuilder
 from tests.finetune.command import DOCUMENT, Command, Parts, rising
 
+from hone.model_files import model_directory
 from hone.rollout_record import CallRecord, RolloutRecord
 
 ALL = "HONE_ALL_SINKS"
@@ -61,7 +62,7 @@ class NamedAdapter(MemoryAdapter):
 
     def describe(self) -> dict[str, Any]:
         for step in range(4):
-            path = self.root / "suite" / "models" / "agent" / "checkpoints" / f"{step:04d}"
+            path = model_directory(self.root, "suite", "agent") / "checkpoints" / f"{step:04d}"
             path.mkdir(parents=True, exist_ok=True)
             (path / "adapter_model.safetensors").write_text(f"weights {step}")
             (path / "adapter_config.json").write_text("{}")

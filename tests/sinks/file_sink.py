@@ -7,6 +7,7 @@ Out:  lines of JSON in `path`, one for everything that is sent
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,6 +43,7 @@ class FileSink(Sink):
         self._config, self.adapters = config, config.adapters
         held = config.path.read_text().splitlines() if config.path.exists() else []
         self._held = set(held if config.reads_back else ())
+        sys.stdout.write(f"connected with {config.api_key}\n")  # as packages of services do
         self._write("opened", run.id, run.name)
 
     def log(self, point: Point) -> None:

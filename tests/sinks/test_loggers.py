@@ -376,7 +376,9 @@ def test_the_best_adapter_is_marked_and_the_newest_is_the_latest(
 ):
     root = Path("root").absolute()
     for step in (1, 2, 3):
-        (root / "p" / "models" / "agent" / "checkpoints" / f"{step:04d}").mkdir(parents=True)
+        (root / "projects" / "p" / "models" / "agent" / "checkpoints" / f"{step:04d}").mkdir(
+            parents=True
+        )
     started = {"run_id": "r", "session": 1, "epochs": 3, "step": 0, "root": str(root)}
     config = file_sink.FileConfig(path=Path("log").absolute(), adapters=adapters)
     with EventLog(command.out / "events.jsonl") as events:

@@ -112,7 +112,7 @@ async def test_log_and_train_report_each_metric_once_over_two_programs(place: Pa
     assert rewards == [[0, 0.5], [1, 1.0]]
     losses = [line[2:] for line in sent if line[:2] == ["metric", "learn/loss"]]
     assert losses == [[1, 0.25], [2, 0.25]]
-    held = place / ".hone" / "p" / "models" / "agent" / "reports" / "events.jsonl"
+    held = place / ".hone" / "projects" / "p" / "models" / "agent" / "reports" / "events.jsonl"
     assert len(held.read_text().splitlines()) == 8
 
 

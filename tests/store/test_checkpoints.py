@@ -14,7 +14,7 @@ import pytest
 from hone import disk
 from hone.errors import ConfigError, DiskFull, NotFound, StorageError
 from hone.store import checkpoints as checkpoints_module
-from hone.store.checkpoints import FAILPOINTS, Checkpoint, Checkpoints
+from hone.store.checkpoints import FAILPOINTS, OPTIMIZER, Checkpoint, Checkpoints
 from hone.types import ModelKey
 
 KEY = ModelKey("default", "agent")
@@ -49,7 +49,8 @@ def on_disk(checkpoints: Checkpoints) -> list[str]:
 
 def test_a_step_is_a_directory_that_says_what_it_holds(checkpoints: Checkpoints, tmp_path: Path):
     written = checkpoints.write(KEY, 0, filler("one"), job="job-1", metrics={"learn/loss": 0.5})
-    assert written.path == tmp_path / "default" / "models" / "agent" / "checkpoints" / "0000"
+    model = tmp_path / "projects" / "default" / "models" / "agent"
+    assert written.path == model / "checkpoints" / "0000"
     manifest = json.loads((written.path / "manifest.json").read_text())
     assert written.manifest == manifest and written.sha256 == manifest["sha256"] == "sha of one"
     assert manifest["job"] == "job-1" and manifest["metrics"] == {"learn/loss": 0.5}
@@ -271,6 +272,75 @@ def test_keeping_the_last_the_best_and_some(checkpoints: Checkpoints, four):
     assert steps(checkpoints) == [0, 1, 3, 4]
     assert checkpoints.keep(KEY, last=1, best="val/unknown") == [0, 1, 3]
     assert checkpoints.keep(KEY, last=None, best=None) == []
+
+
+def with_optimizer(checkpoints: Checkpoints, count: int) -> None:
+    def fill(directory: Path) -> str:
+        (directory / OPTIMIZER).write_bytes(b"moments")
+        return filler(directory.name)(directory)
+
+    for step in range(count):
+        checkpoints.write(KEY, step, fill, job=None)
+
+
+def with_moments(checkpoints: Checkpoints) -> list[int]:
+    """Steps whose manifest and directory have the optimizer's state; they must agree."""
+    listed = checkpoints.list(KEY)
+    for checkpoint in listed:
+        assert (checkpoint.path / OPTIMIZER).exists() == checkpoint.has_optimizer
+        assert checkpoints.get(KEY, checkpoint.step) == checkpoint, "whole by its manifest"
+    return [checkpoint.step for checkpoint in listed if checkpoint.has_optimizer]
+
+
+def test_old_steps_lose_only_the_state_of_their_optimizer(checkpoints: Checkpoints):
+    with_optimizer(checkpoints, 7)
+    checkpoints.log(KEY, 2, {"reward": 1.0}, "val")
+    before = checkpoints.get(KEY, 1)
+    assert checkpoints.drop_optimizers(KEY, last=2, steps=[0]) == [1, 3, 4]
+    assert with_moments(checkpoints) == [0, 2, 5, 6]  # first, best, newest two
+    files = dict(before.manifest["files"])
+    assert files.pop(OPTIMIZER)
+    now = Checkpoints(checkpoints.root).get(KEY, 1)
+    assert now.manifest == before.manifest | {"files": files} and now.sha256 == before.sha256
+    assert checkpoints.drop_optimizers(KEY, last=2, steps=[0]) == []
+    assert checkpoints.drop_optimizers(KEY, last=1) == [0, 5]
+    assert with_moments(checkpoints) == [2, 6]
+
+
+def test_a_step_that_is_pruned_while_it_is_listed_is_no_error(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    with_optimizer(checkpoints, 2)
+    (step, newest), iterdir = checkpoints.list(KEY), Path.iterdir
+
+    def iterdir_then_prune(path: Path) -> list[Path]:
+        files = list(iterdir(path))
+        checkpoints.drop_optimizers(KEY, last=1)
+        return files
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", iterdir_then_prune)
+        assert 0 < step.bytes < newest.bytes
+    checkpoints.delete(KEY, [0])
+    assert step.bytes == 0
+
+
+def test_an_optimizer_that_was_half_dropped_is_dropped_the_next_time(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    with_optimizer(checkpoints, 2)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)  # after the manifest was replaced
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.drop_optimizers(KEY, last=1)
+    step = Checkpoints(checkpoints.root).get(KEY, 0)  # the manifest does not name what is left
+    assert not step.has_optimizer and (step.path / OPTIMIZER).exists()
+    assert checkpoints.drop_optimizers(KEY, last=1) == [0]
+    assert with_moments(checkpoints) == [1]
 
 
 def test_best_is_of_retained_steps_and_may_be_smoothed(checkpoints: Checkpoints, four):

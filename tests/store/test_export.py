@@ -12,11 +12,12 @@ from tests.report.test_metrics import collected, job, started
 from tests.report.test_report import commands_of, finished, log
 from tests.server.conftest import write_model
 from tests.server.small_server import SmallServer, spec
+from tests.store.test_database import locked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.errors import ConfigError, Conflict, NotFound
+from hone.errors import ConfigError, Conflict, NotFound, StateError
 from hone.inference.embedded import EmbeddedEngine
 from hone.learner.optim import AdamW
 from hone.models.architecture import DecoderConfig
@@ -26,6 +27,7 @@ from hone.models.find import find
 from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
+from hone.owned import make_owned
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import Checkpoints
@@ -213,8 +215,21 @@ def test_only_one_of_two_exports_at_the_same_time_writes_the_directory(
 
 
 @pytest.mark.parametrize("partial", ["out/.partial", ".out.partial"])
+def test_files_that_no_export_wrote_stay(root: Path, tmp_path: Path, partial: str):
+    """A directory may be called as hone would call its own."""
+    mine = tmp_path / partial / "thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(StateError, match=r"partial: holds files that hone did not write"):
+        export(root, "agent", tmp_path / "out")
+    assert mine.read_text() == "mine"
+    assert [path.name for path in mine.parent.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("partial", ["out/.partial", ".out.partial"])
 def test_files_of_a_killed_export_are_replaced(root: Path, tmp_path: Path, partial: str):
-    (tmp_path / partial / "old").mkdir(parents=True)
+    make_owned(tmp_path / partial)
+    (tmp_path / partial / "old").mkdir()
     (tmp_path / partial / "old" / "model.safetensors").write_bytes(b"half")
     (tmp_path / partial / "manifest.json").write_text("{")
     out = export(root, "agent@2", tmp_path / "out")
@@ -269,6 +284,29 @@ def test_what_is_not_there_is_said(root: Path, tmp_path: Path, tiny_model: Path)
     with pytest.raises(NotFound, match="'fresh@best': no val/reward was logged"):
         export(root, "fresh@best", out)
     assert not out.exists() and not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_an_export_reads_a_locked_state_file_and_leaves_it_as_it_was(
+    root: Path, tmp_path: Path, serving: bool
+):
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in root.glob("state.sqlite*")}
+
+    before = files()
+    assert list(before) == ["state.sqlite"]
+    export(root, "agent", tmp_path / "first")
+    assert files() == before
+    server = SmallServer.at(root) if serving else None
+    with locked(root / "state.sqlite"):
+        if server is not None:
+            server.store.query("SELECT 1")
+        before = files()
+        export(root, "agent", tmp_path / "second")
+        assert files().keys() == before.keys()
+        assert files()["state.sqlite"] == before["state.sqlite"]
+    if server is not None:
+        server.store.close()
 
 
 def test_weights_that_changed_are_not_merged(tmp_path: Path, tokenizer: Any):

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.errors import BadRequest, Conflict, NotFound, StateError, StorageError
 from hone.learner.packed import pack_groups, unpack_groups
 from hone.store.database import Store
 from hone.store.jobs import ATTEMPTS, FINAL, NEXT, JobStore, Pin
@@ -36,7 +37,7 @@ def groups() -> list[TrajectoryGroup]:
 
 
 def add(queue: JobStore, model: ModelRecord, **changes: Any) -> JobInfo:
-    given = {"config": TrainConfig(), "counts": {}, "request_sha256": "a" * 64, **changes}
+    given = {"config": TrainConfig(), "counts": {}, "request_sha256": "1:" + "a" * 64, **changes}
     return queue.add(model=model, groups=pack_groups(groups()), **given)
 
 
@@ -103,7 +104,7 @@ def test_the_same_key_and_request_give_the_same_job(queue, agent, store):
     done = reach(queue, first, "done")
     assert add(queue, agent, idempotency_key="k") == done  # also when it is over
     with pytest.raises(Conflict, match=f"'k' was used for another request.*{first.id}"):
-        add(queue, agent, idempotency_key="k", request_sha256="b" * 64)
+        add(queue, agent, idempotency_key="k", request_sha256="1:" + "b" * 64)
     other = ModelStore(store).register(ModelSpec(name="other", base_model="tiny"))
     assert add(queue, other, idempotency_key="k").id != first.id  # keys belong to a model
     assert add(queue, agent).id != add(queue, agent).id  # without a key, every request is a job
@@ -160,6 +161,30 @@ def test_a_second_attempt_may_keep_its_pin(queue, agent):
     queue.move(job.id, "queued")
     again = queue.take(job.id, None)
     assert (again.attempts, again.base_step, again.base_sha256) == (2, 3, "ab" * 32)
+
+
+def test_a_job_of_a_newer_version_keeps_its_keys_and_is_not_trained_otherwise(queue, agent, store):
+    def change(job: JobInfo, **keys: Any) -> None:
+        info = json.loads(store.query("SELECT info FROM jobs WHERE id = ?", (job.id,))[0]["info"])
+        for path, value in keys.items():
+            *parents, key = path.split("__")
+            (info[parents[0]] if parents else info)[key] = value
+        with store.transaction() as db:
+            db.execute("UPDATE jobs SET info = ? WHERE id = ?", (json.dumps(info), job.id))
+
+    def stored(job: JobInfo) -> dict[str, Any]:
+        return json.loads(store.query("SELECT info FROM jobs WHERE id = ?", (job.id,))[0]["info"])
+
+    known, unknown = add(queue, agent, metrics={"a": 0.5}), add(queue, agent)
+    change(known, invented={"later": [1]})
+    change(unknown, config__invented=True)
+    running = reach(queue, known, "running")  # what is beside the settings does not matter
+    assert (running.state, running.metrics) == ("running", {"a": 0.5})
+    assert stored(known)["invented"] == {"later": [1]} and stored(known)["state"] == "running"
+    with pytest.raises(StateError, match=r"queued by a newer hone.*config\.invented"):
+        queue.take(unknown.id, PIN)
+    queue.move(unknown.id, "failed", failure=NO_FAILURE)
+    assert stored(unknown)["config"]["invented"] is True
 
 
 def test_the_events_of_an_end_say_what_came_of_it(queue, agent):
@@ -426,5 +451,5 @@ def test_the_first_attempt_pins_what_decides_the_bits(queue, agent):
     # By then the machine has been given more memory.
     again = queue.take(job.id, Pin(3, "ab" * 32, dtype="float32", row_tokens=9999))
     assert again.config.row_tokens == 4096
-    own = add(queue, agent, config=TrainConfig(row_tokens=77), request_sha256="b" * 64)
+    own = add(queue, agent, config=TrainConfig(row_tokens=77), request_sha256="1:" + "b" * 64)
     assert queue.take(own.id, PIN).config.row_tokens == 77

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hone.errors import Conflict, NotFound
+from hone.errors import AmbiguousModel, Conflict, NotFound
 from hone.store import models
 from hone.store.database import Store
 from hone.store.models import ModelStore
-from hone.types import ModelKey, ModelSpec
+from hone.types import ModelKey, ModelSpec, stored_name
 
 
 @pytest.fixture
@@ -62,6 +62,59 @@ def test_a_bare_name_means_the_one_project_that_has_it(known: ModelStore):
     assert known.find("q/agent") == second
     with pytest.raises(Conflict, match="'agent' exists in several projects; say 'p/agent' or 'q/a"):
         known.find("agent")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_exact_key_wins_over_a_name_with_a_slash(known: ModelStore, order: int):
+    """ART's users write `p/m` in project default, or in any other; hone stores a derived name."""
+    written = stored_name("p/m")
+    keys = [ModelKey("p", "m"), ModelKey("default", written), ModelKey("q", written)]
+    for key in keys[::order]:
+        known.register(ModelSpec(name=key.name, project=key.project, base_model="tiny"))
+    for key in keys:
+        assert known.find(str(key)).key == known.get(key).key == key
+        assert known.find("p/m", "r").key == keys[0]
+    assert known.find("p/m").key == known.find("m").key == keys[0]
+    for key in keys[1:]:
+        assert known.find("p/m", key.project).key == key
+    assert known.find("p/m", "p").key == keys[0]
+    with pytest.raises(AmbiguousModel, match=f"say 'default/{written}' or 'q/{written}'"):
+        known.find(written)
+
+
+def test_a_key_is_not_a_name_that_another_model_was_given(known: ModelStore):
+    squatter = known.register(ModelSpec(name=stored_name("p/m"), base_model="tiny"))
+    assert known.find("p/m") == squatter
+    with pytest.raises(NotFound, match="no model called 'p/m'"):
+        known.get(ModelKey("p", "m"))
+
+
+def test_names_that_differ_in_case_are_refused(known: ModelStore):
+    known.register(ModelSpec(name="agent", base_model="tiny"))
+    for spec in (
+        ModelSpec(name="Agent", base_model="tiny"),
+        ModelSpec(name="agent", project="Default", base_model="tiny"),
+    ):
+        with pytest.raises(Conflict, match="'default/agent' exists, and some file systems"):
+            known.register(spec)
+    known.register(ModelSpec(name="Agent", project="other", base_model="tiny"))
+
+
+def test_an_unknown_name_among_many_names_the_nearest(known: ModelStore):
+    for number in range(40):
+        known.register(ModelSpec(name=f"a-{number}", base_model="tiny"))
+    known.register(ModelSpec(name="classifier", project="p", base_model="tiny"))
+    with pytest.raises(NotFound) as raised:
+        known.find("clasifier")
+    assert str(raised.value) == (
+        "no model called 'clasifier' is registered. Did you mean 'classifier'? Registered: 41 models, "
+        "the nearest p/classifier. GET /v1/training/models lists them."
+    )
+    with pytest.raises(
+        NotFound, match=r"41 models, the first default/a-0, .* lists them"
+    ) as raised:
+        known.find("z" * 10_000)
+    assert len(str(raised.value)) < 500
 
 
 def test_an_unknown_name_lists_the_known_ones_and_guesses(known: ModelStore):

@@ -1,6 +1,7 @@
 """A failure of a workflow behind `--endpoint`: its cause travels, and this side knows the policy."""
 
 import json
+import os
 from typing import Any
 
 import httpx2
@@ -14,6 +15,7 @@ from hone.config.policy import PolicyCalls
 from hone.errors import AgentFailed, PolicyFailure
 from hone.serve_workflow import WorkflowApp
 from hone.server import listen
+from hone.wire import peers
 from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function
 from hone.workflow.run import RolloutResult
@@ -70,6 +72,31 @@ async def test_the_toolkit_s_service_says_only_the_class(
 
     app = Starlette(routes=[Route("/generate/full", answer, methods=["POST"])])
     assert why(await remote(app, recorded_calls=one_answer)) == expected
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+@pytest.mark.parametrize("user", [os.geteuid(), os.geteuid() + 12345, None])
+async def test_a_service_without_a_key_is_for_the_user_that_runs_it(
+    monkeypatch: pytest.MonkeyPatch, user: int | None, key: str | None
+):
+    async def find_user(*_: object) -> int | None:
+        return user
+
+    async def agent(question: str) -> str:
+        return question
+
+    monkeypatch.setattr(peers, "find_user", find_user)
+    app = WorkflowApp(Function.of("<workflow>", agent), api_key=key).routes()
+    sent = {"Authorization": f"Bearer {key or 'default'}"}
+    async with listen.serving(app, grace_s=1) as url, httpx2.AsyncClient(headers=sent) as http:
+        assert (await http.get(f"{url}/health")).status_code == 200
+        for path in ("/generate", "/generate/full", "/v1/chat/completions"):
+            body = {"input_message": "x", "messages": [{"role": "user", "content": "x"}]}
+            answer = await http.post(url + path, json=body)
+            if key is None and user != os.geteuid():
+                assert answer.status_code == 401 and "--api_key KEY" in answer.text, path
+            else:
+                assert answer.status_code == 200, path
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyError("x"), 500), (ConnectionError("x"), 503)])

@@ -396,10 +396,11 @@ def of_openai(status: int, code: str | None = None) -> openai.APIStatusError:
     return kind("refused", response=response, body={"code": code})  # type: ignore[arg-type]
 
 
-def of_anthropic(status: int) -> anthropic.APIStatusError:
+def of_anthropic(status: int, code: str | None = None) -> anthropic.APIStatusError:
     request = httpx2.Request("POST", "http://h/v1/messages")
     response = httpx2.Response(status, request=request)
-    return anthropic.APIStatusError("refused", response=response, body=None)
+    body = None if code is None else {"type": "error", "error": {"code": code}}
+    return anthropic.APIStatusError("refused", response=response, body=body)
 
 
 def of_httpx(library: Any, status: int) -> Exception:
@@ -527,6 +528,12 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (of_openai(400), (), (OUTSIDE, "agent_error")),
     (of_openai(400, "context_length_exceeded"), ANSWERED, (POLICY, "token_limit")),
     (of_openai(400, "context_length_exceeded"), (), (OUTSIDE, "agent_error")),
+    # No answer of a model changes which names its server has.
+    (of_openai(404, "model_not_found"), ANSWERED, (OUTSIDE, "model_name")),
+    (of_openai(404, "model_not_found"), (), (OUTSIDE, "model_name")),
+    (of_openai(409, "model_ambiguous"), ANSWERED, (OUTSIDE, "model_name")),
+    (of_anthropic(409, "model_ambiguous"), ANSWERED, (OUTSIDE, "model_name")),
+    (of_openai(404), ANSWERED, (POLICY, "agent_error")),
     (of_anthropic(529), ANSWERED, (OUTSIDE, "server_error")),
     (of_anthropic(400), ANSWERED, (POLICY, "agent_error")),
     (of_httpx(httpx, 503), ANSWERED, (OUTSIDE, "server_error")),
@@ -783,6 +790,7 @@ Traceback (most recent call last):
 CAUSE = "The above exception was the direct cause of the following exception:"
 CONTEXT = "During handling of the above exception, another exception occurred:"
 LOGGED = "INFO another request"
+UNKNOWN = {"error": {"message": "no", "code": "model_not_found"}}
 
 
 @pytest.mark.parametrize(
@@ -799,6 +807,8 @@ LOGGED = "INFO another request"
         ("Traceback (most recent call last):\nurllib.error.HTTPError: HTTP Error 404: None", None),
         ("Traceback (most recent call last):\nOSError: [Errno 28] No space left on device", "resources"),
         ("Traceback (most recent call last):\nOSError: [Errno 2] No such file", None),
+        (f"Traceback (most recent call last):\nopenai.NotFoundError: Error code: 404 - {UNKNOWN}", "model_name"),
+        (f"Traceback (most recent call last):\nKeyError: {UNKNOWN}", None),
         ("Traceback (most recent call last):\nMemoryError", "resources"),
         ("InternalServerError: 503 status code (no body)\n    at f (/a.mjs:1:1)", "server_error"),
         ("Error: connect ECONNREFUSED 127.0.0.1:80\n    at f (/a.mjs:1:1)", "connection"),

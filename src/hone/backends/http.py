@@ -3,8 +3,8 @@
 In:   method, path and body; the server's address and key
 Out:  JSON, or the exception that the server raised; every event of a job once
 
-Requests are idempotent, so one whose response was lost is sent again: a job has an idempotency key,
-and the server returns the job that exists. A wait follows the job's events and resumes after the
+Requests are idempotent, so one whose response was lost is sent again: jobs and logged metrics have an
+idempotency key, and the server answers with what it has. A wait follows the job's events and resumes after the
 last one seen when the connection breaks; no job is polled.
 """
 
@@ -27,6 +27,7 @@ from hone.capture.base import host_of
 from hone.errors import ConfigError, HoneError, ServerError, Unavailable, Unreachable
 from hone.retries import backoff_s
 from hone.types import FieldError, JobEvent
+from hone.wire.errors import RETRY_HEADER
 
 log = logging.getLogger("hone")
 
@@ -43,7 +44,7 @@ LONGEST_PAUSE_S = 5.0
 LOOK_S = 1.0
 """Time between two looks at what an engine does to start."""
 _RETRIED = frozenset({429, 502, 503, 504})
-"""HTTP statuses after which the same request may succeed."""
+"""HTTP statuses after which the same request may succeed, unless the response says otherwise."""
 
 _BY_STATUS: dict[int, type[HoneError]] = {
     400: ConfigError,
@@ -148,7 +149,7 @@ class Server:
                 if response.is_success:
                     return response.json() if response.content else None
                 failure = refusal(response, self.log_place)
-                if response.status_code not in _RETRIED or isinstance(failure, final):
+                if not _is_retried(response) or isinstance(failure, final):
                     raise failure
                 retry_after_s = _retry_after_s(response)
             if self._answered:
@@ -268,6 +269,11 @@ def refusal(response: httpx2.Response, log_place: str) -> HoneError:
     if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
         message += f"\nIts log: {log_place}"
     return named(message)
+
+
+def _is_retried(response: httpx2.Response) -> bool:
+    final = response.headers.get(RETRY_HEADER) == "false"
+    return response.status_code in _RETRIED and not final
 
 
 def _retry_after_s(response: httpx2.Response) -> float:

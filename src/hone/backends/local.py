@@ -29,7 +29,8 @@ from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
 from hone.dev import check_only
 from hone.errors import ConfigError, HoneError, ServerError
-from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT, stored_name
+from hone.model_files import model_directory
+from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT
 
 START_S = 120.0
 """Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
@@ -63,8 +64,8 @@ class LocalBackend(RemoteBackend):
             in_process: show the server's output in this program, for notebooks. ART runs its
             trainer inside the program; this server is still a separate process.
         gpu_cost_per_hour_usd: an option of ART; refused, because hone does not compute costs.
-            api_key: key that clients must send, for machines with untrusted users; by default
-                $HONE_API_KEY.
+            api_key: key that clients must send; by default $HONE_API_KEY. Without one, the server
+                accepts only processes of this user and of root.
             log_level: debug, info, warning or error.
             share: use the server that another process runs on this path, if there is one.
             settings: further options of `hone serve` by name, such as {"engine": "vllm"}.
@@ -221,7 +222,7 @@ class LocalBackend(RemoteBackend):
                 "the server's state: `root` under `backend` in a YAML, or LocalBackend(path)."
             ) from error
         ready, tell = os.pipe()
-        command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(self.root)]
+        command = [sys.executable, "-P", "-m", "hone.cli", "serve", "--root", str(self.root)]
         command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]
         for name, value in self.settings.items():
             command += [f"--{name.replace('_', '-')}", value]
@@ -253,8 +254,8 @@ class LocalBackend(RemoteBackend):
         return ready
 
     def _checkpoint_path(self, model: Named, step: int) -> str | None:
-        names = stored_name(model.project), "models", stored_name(model.name)
-        return str(self.root.joinpath(*names, "checkpoints", f"{step:04d}"))
+        directory = model_directory(self.root, model.project, model.name)
+        return str(directory / "checkpoints" / f"{step:04d}")
 
     def _failed_to_start(self, *, ended: bool) -> ServerError:
         server, self._server = self._server, None

@@ -225,6 +225,7 @@ class RemoteBackend(Server):
     ) -> None:
         """`replace`: replaces what was logged for this step before. `run`: the run that measured it."""
         sent: dict[str, Any] = {"split": split, "step": step, "metrics": dict(metrics)}
+        sent["idempotency_key"] = uuid.uuid4().hex
         sent |= {"replace": True} if replace else {}
         body = json.dumps(sent | ({} if run is None else {"run": run}))
         await self.ask("POST", f"{_path(model)}/metrics", body)
@@ -309,14 +310,14 @@ class RemoteBackend(Server):
     ) -> JobInfo:
         """Follow the job's events to its end. TimeoutError after `timeout_s`; the job goes on.
 
-        Why the server queues it again is logged: on a full disk, it looks like a hang otherwise.
+        Why the server does not run it is logged: on a full disk, it looks like a hang otherwise.
         """
         logged = None
         async with asyncio.timeout(timeout_s), aclosing(self.job_events(job_id)) as events:
             async for event in events:
                 why = event.data.get("waiting_for") if event.type == "queued" else None
                 if why is not None and why != logged:
-                    log.warning("Job %s is in the queue again: %s", job_id, why)
+                    log.warning("Job %s waits in the queue: %s", job_id, why)
                     logged = why
                 if on_event is not None:
                     on_event(event)

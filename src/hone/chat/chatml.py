@@ -99,6 +99,7 @@ class ChatML:
     """All template arguments: the template was recognised under them, so they changed no text."""
     prints_date: bool
 
+    foreign = False
     bridges = True
     takes_tools = True
     strips_reasoning = False

@@ -1,4 +1,4 @@
-"""Render with the Jinja template that came with the model, by transformers.
+"""Render with the Jinja template that came with the model, in a process of its own.
 
 In:   checked Messages and tools
 Out:  text or token ids, equal to `apply_chat_template`
@@ -16,10 +16,14 @@ from datetime import date
 from functools import cached_property, lru_cache
 from typing import Any
 
+from hone.chat.jinja_process import PROCESSES
 from hone.chat.messages import Message, ToolCall
-from hone.errors import ModelUnsupported, TemplateError
+from hone.errors import ModelUnsupported, TemplateError, TemplateLimit
 
-_PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.*?)(?P=quote)\s*\)""")
+_PRINTED_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<form>.{,200}?)(?P=quote)\s*\)""")
+_CALL_BEGINS = re.compile(r"<tool_call>\s*(?=\{)")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+"""Values that hone passes to a template itself."""
 
 REMEMBERED_TEXTS = 512
 """Size of the cache of encoded texts: at most 16 MB of text, and as much for the ids."""
@@ -45,6 +49,7 @@ class Jinja:
     """A model's own template, with its arguments."""
 
     name = "jinja"
+    foreign = True
     bridges = False
     strips_reasoning = False
 
@@ -57,25 +62,34 @@ class Jinja:
         self.prints_date = "strftime_now" in self.source
         self.kwargs = dict(kwargs)
         self.ignored = tuple(key for key in kwargs if key not in self.source)
+        self._used = {key: value for key, value in kwargs.items() if key in self.source}
         self.today = today
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
     ) -> str:
         """The rendered text; raises TemplateError where the template refuses the messages."""
-        from jinja2 import TemplateError as JinjaError
-
         offered = list(tools) or None
-        try:
-            return self.tokenizer.apply_chat_template(
-                [message.plain() for message in messages],
-                tools=offered,
-                chat_template=self._frozen(self.tokenizer.get_chat_template(tools=offered)),
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **{key: value for key, value in self.kwargs.items() if key in self.source},
+        if wrong := [key for key in self._used if key in _RESERVED]:
+            raise TemplateError(
+                f"chat_template_kwargs: {wrong[0]!r} is set by the request itself; leave it out"
             )
-        except (JinjaError, TypeError, ValueError, KeyError) as error:
+        try:
+            source = self._frozen(self.tokenizer.get_chat_template(tools=offered))
+            return PROCESSES.render(
+                source,
+                {
+                    **self.tokenizer.special_tokens_map,
+                    "documents": None,
+                    **self._used,
+                    "messages": [_with_reasoning(message.plain()) for message in messages],
+                    "tools": offered,
+                    "add_generation_prompt": generation_prompt,
+                },
+            )
+        except TemplateLimit:
+            raise
+        except (TemplateError, ValueError) as error:
             if isinstance(error, ModelUnsupported):
                 raise
             raise TemplateError(
@@ -86,8 +100,11 @@ class Jinja:
     def text_or_none(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool
     ) -> str | None:
+        """The rendered text, or None where the template refuses. Raises TemplateLimit."""
         try:
             return self.text(messages, tools, generation_prompt)
+        except TemplateLimit:
+            raise  # every other text would take as long
         except TemplateError:
             return None
 
@@ -130,19 +147,16 @@ class Jinja:
         """Whether it writes a tool call as JSON between tags."""
         user = Message("user", "?")
         messages = [user, Message("assistant", "", (PROBE_CALL,)), user]
-        match = re.search(
-            r"<tool_call>\s*(\{.*\})\s*</tool_call>",
-            self.text_or_none(messages, [], False) or "",
-            re.DOTALL,
-        )
+        text = self.text_or_none(messages, [], False) or ""
+        match = _CALL_BEGINS.search(text)
         try:
-            call = json.loads(match[1]) if match else None
-        except ValueError:
+            call = json.loads(text[match.end() : text.rfind("</tool_call>")]) if match else None
+        except (ValueError, RecursionError):
             return False
         return call == {"name": PROBE_CALL.name, "arguments": PROBE_CALL.values}
 
     def _frozen(self, template: str) -> str:
-        # transformers passes no functions to a template, so the date is inserted as text.
+        # The date is inserted as text: transformers passes no functions to a template.
         frozen = _PRINTED_DATE.sub(
             lambda match: json.dumps(self.today.strftime(match["form"])), template
         )
@@ -152,6 +166,15 @@ class Jinja:
                 "it, so it cannot be frozen for a run; write the form into strftime_now('...')"
             )
         return frozen
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under every name that templates read, as in transformers."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

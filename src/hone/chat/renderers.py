@@ -47,6 +47,10 @@ class Library:
     takes_tools = True
 
     @property
+    def foreign(self) -> bool:
+        return self.own.exists
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         return tuple(self.renderer.get_stop_token_ids())
 

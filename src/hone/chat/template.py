@@ -121,7 +121,15 @@ class ChatTemplate:
                 f"{name or 'this tokenizer'}: it has no chat template; use the instruct version of "
                 "the model, or set chat_template in its tokenizer_config.json"
             )
-        return cls(own, renderer or own, name=name, end_ids=end_ids)
+        template = cls(own, renderer or own, name=name, end_ids=end_ids)
+        # Now, not on the event loop of a request: both may run the model's template.
+        _ = template.renderer.takes_tools, template._hermes
+        return template
+
+    @property
+    def foreign(self) -> bool:
+        """Whether rendering runs the model's own template, which may take seconds."""
+        return self.renderer.foreign
 
     def with_kwargs(
         self, kwargs: Mapping[str, Any] | None, day: date | None = None
@@ -267,9 +275,13 @@ class ChatTemplate:
         prompt_ids: Sequence[int] = (),
         tools: Tools | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
         seed: str = "",
     ) -> Parser:
-        """A parser for one completion. Without tools, tool calls are text; `seed` names the call."""
+        """A parser for one completion. Without tools, tool calls are text; `seed` names the call.
+
+        `stop_ids` end it besides the template's own.
+        """
         if isinstance(self.renderer, library.Library) and not self._hermes:
             return library.WholeParser(
                 self.renderer,
@@ -277,11 +289,11 @@ class ChatTemplate:
                 tools=check_tools(tools),
                 stop=stop,
                 seed=seed,
-                end_ids=self._end_ids,
+                end_ids=(*self._end_ids, *stop_ids),
             )
         return StreamParser(
             self.decoder(),
-            stop_ids=self.stop_ids,
+            stop_ids=(*self.stop_ids, *stop_ids),
             tools=bool(tools) and self._hermes,
             thinks=CLOSE_THINK in self._own.source,
             reasoning_open=self.reasoning(prompt_ids) == "open",

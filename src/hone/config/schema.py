@@ -41,6 +41,7 @@ from hone.config.check import SECTION_OF, check, not_named, unnamed
 from hone.config.load import Loaded, load
 from hone.config.problems import ConfigProblems, Place, Problem
 from hone.config.registry import ByType, toolkit_component
+from hone.config.secrets import add_secrets_of
 from hone.types import Directory, ModelAlias
 
 __all__ = [
@@ -388,6 +389,7 @@ def examine(
     plugins.discover()
     loaded = load(file)
     wrong = override.apply(loaded, overrides, Document)
+    add_secrets_of(loaded.data)
     document, problems = check(loaded, Document)
     if document is not None:
         document.remember(loaded)

@@ -6,22 +6,17 @@ Out:  the same values with every secret replaced by HIDDEN
 A secret is the value of a key, an option or an environment variable with a secret name (redact.py).
 It is hidden wherever it occurs: a header or an address may contain it too. The password of an
 address is a secret under any name, and so is every header of a logger, since services choose their
-names.
+names. What a run writes besides its configuration goes through redact.py, which learns the values
+from `add_secrets_of`.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hone.redact import HIDDEN, is_secret, redact_urls
+from hone.redact import HIDDEN, SecretValues, add_secrets, is_secret, redact_urls, url_secrets
 
 Path = tuple[str, ...]
 """The keys that lead to a value."""
-_SHORTEST = 8
-"""Minimum length: a shorter value may occur in other text by chance, so it is hidden only under its
-key."""
-_PUBLIC = frozenset({"default"})
-"""The key that a server accepts from any client on its own machine."""
 
 
 class Secrets:
@@ -30,9 +25,8 @@ class Secrets:
     def __init__(self, data: Any = None, overrides: Iterable[tuple[str, str]] = ()) -> None:
         """`data` is the configuration as it was read; `overrides` are the values of `-o`."""
         values = [*_values(data), *(v for key, v in overrides if _holds_secret(_path(key)))]
-        values += [value for name, value in os.environ.items() if is_secret(name)]
-        # The longest first: one secret may be the beginning of another.
-        self._values = sorted({v for v in values if len(v) >= _SHORTEST}, key=len, reverse=True)
+        self._values = SecretValues()
+        self._values.add(values)
 
     def hide(self, value: Any, name: str = "") -> Any:
         """A value without its secrets; `name` is the key that holds it, dotted if it is nested."""
@@ -47,9 +41,7 @@ class Secrets:
             return [self._hide(inner, (*path, str(i))) for i, inner in enumerate(value)]
         if not isinstance(value, str):
             return value if isinstance(value, bool | int | float | None) else str(value)
-        for secret in self._values:
-            value = value.replace(secret, HIDDEN)
-        return redact_urls(value)
+        return redact_urls(self._values.hide(value))
 
     def hide_arguments(self, arguments: Sequence[str]) -> list[str]:
         """The arguments of a command without the secrets among them."""
@@ -59,6 +51,11 @@ class Secrets:
             is_value = index >= 2 and arguments[index - 2] in ("-o", "--override")
             shown.append(self.hide(argument, key if is_value else ""))
         return shown
+
+
+def add_secrets_of(data: Any) -> None:
+    """Hide the secrets of a configuration in every text that this process writes."""
+    add_secrets(_values(data))
 
 
 def _path(name: str) -> Path:
@@ -76,5 +73,7 @@ def _values(data: Any, path: Path = ()) -> Iterator[str]:
     elif isinstance(data, list | tuple):
         for inner in data:
             yield from _values(inner, path)
-    elif isinstance(data, str) and path and _holds_secret(path) and data not in _PUBLIC:
-        yield data
+    elif isinstance(data, str):
+        if path and _holds_secret(path):
+            yield data
+        yield from url_secrets(data)

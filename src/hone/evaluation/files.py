@@ -28,7 +28,7 @@ from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import all_steps, events_of, read_steps, seconds_of
 from hone.lock import LockFile, holder, lock_directory
-from hone.redact import redact_urls
+from hone.redact import HIDDEN, redact_json, redact_urls
 from hone.workflow.jsonable import dumps
 
 log = logging.getLogger("hone")
@@ -111,9 +111,23 @@ class OutputDir:
         by_id = {str(entry.get("id")): entry for entry in entries}
         return {id: entry for id, entry in by_id.items() if entry.get(key) is not None}
 
-    def filled(self, items: Sequence[EvalInputItem]) -> list[EvalInputItem]:
-        """The items, with answers of an earlier evaluation for the same id and question."""
+    def filled(self, items: Sequence[EvalInputItem], *, runs: bool) -> list[EvalInputItem]:
+        """The items, with answers of an earlier evaluation for the same id and question.
+
+        An answer without its secrets may get another score. If `runs`, its item has no answer and is
+        run again; else a warning says how many there are.
+        """
         entries, keys = self.finished(), self._structure
+        hidden = {id for id, e in entries.items() if HIDDEN in dumps(e[keys.generated_answer_key])}
+        if runs:
+            entries = {id: entry for id, entry in entries.items() if id not in hidden}
+        elif hidden:
+            log.warning(
+                "%d answers in %s are scored without the secrets that hone has hidden (%s)",
+                len(hidden),
+                self.path,
+                HIDDEN,
+            )
         filled = []
         for item in items:
             entry = entries.get(item.id)
@@ -133,9 +147,11 @@ class OutputDir:
 
     def _answers(self, entry: Mapping[str, Any], item: EvalInputItem) -> bool:
         if not self._structure.disable:
-            return entry.get(self._structure.question_key) == item.input_obj
+            return _is_written_as(item.input_obj, entry.get(self._structure.question_key))
         row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
-        return all(entry.get(name) == value for name, value in row.items() if name != "id")
+        return all(
+            _is_written_as(value, entry.get(name)) for name, value in row.items() if name != "id"
+        )
 
     def _evict(self) -> None:
         """Remove hone's files from the oldest job directories beyond `max_jobs`."""
@@ -190,7 +206,7 @@ class OutputDir:
             append_lines(self.path / FINISHED, (line + "\n").encode("utf-8", ESCAPED))
 
     def entry(self, result: ItemResult) -> dict[str, Any]:
-        """One entry of workflow_output.json: the row, and the workflow's output for it."""
+        """One entry of workflow_output.json: the row, and the workflow's output, without secrets."""
         item, keys = result.item, self._structure
         row = item.full_dataset_entry if isinstance(item.full_dataset_entry, Mapping) else {}
         kinds = self._output.workflow_output_step_filter
@@ -198,11 +214,13 @@ class OutputDir:
         entry.pop("failure", None)  # the row may be an entry of an earlier evaluation's file
         if not keys.disable:
             entry |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
-        entry |= {
-            keys.generated_answer_key: item.output_obj,
-            keys.trajectory_key: all_steps(item.trajectory, item.steps, item.events, kinds=kinds),
-            keys.expected_trajectory_key: item.expected_trajectory,
-        }
+        entry |= {keys.expected_trajectory_key: item.expected_trajectory}
+        # The dataset's own text keeps what only looks like a secret: the file may be scored again.
+        entry = redact_json(_as_values(entry), keep=("id",), forms=False)
+        steps = all_steps(item.trajectory, item.steps, item.events, kinds=kinds)
+        entry |= redact_json(
+            _as_values({keys.generated_answer_key: item.output_obj, keys.trajectory_key: steps})
+        )
         if item.seconds is not None:
             entry["seconds"] = item.seconds
         if result.failure is not None:
@@ -210,7 +228,7 @@ class OutputDir:
             entry["failure"] = {
                 "kind": cause.kind if cause else "infrastructure",
                 "reason": cause.reason if cause else "not_run",
-                **result.failure.model_dump(),
+                **redact_json(result.failure.model_dump()),
             }
         return entry
 
@@ -270,7 +288,10 @@ def _writing() -> Iterator[None]:
 def _as_json(output: EvalOutput) -> dict[str, Any]:
     # Not by model_dump, which refuses some values that an evaluator may put into `reasoning`.
     keys = ("id", "score", "reasoning", "error")
-    items = [{key: getattr(item, key) for key in keys} for item in output.eval_output_items]
+    items = [
+        redact_json(_as_values({key: getattr(item, key) for key in keys}), keep=("id",))
+        for item in output.eval_output_items
+    ]
     for entry, item in zip(items, output.eval_output_items, strict=True):
         if item.failure_kind is not None:
             entry["failure"] = {"kind": item.failure_kind}
@@ -285,7 +306,18 @@ def _as_json(output: EvalOutput) -> dict[str, Any]:
 
 def _score(score: Score) -> dict[str, Any]:
     error = None if score.failure is None else f"{score.failure.type}: {score.failure.message}"
-    return {"score": score.value, "reasoning": score.reasoning, "error": error}
+    texts = redact_json(_as_values({"reasoning": score.reasoning, "error": error}))
+    return {"score": score.value, **texts}
+
+
+def _as_values(value: Any) -> Any:
+    """The value as a reader of the file gets it."""
+    return json.loads(dumps(value))
+
+
+def _is_written_as(value: Any, written: Any) -> bool:
+    """Whether a value of the dataset gives what is in the file, where its secrets are hidden."""
+    return value == written or redact_json(_as_values(value), forms=False) == written
 
 
 def _file_name(evaluator: str) -> str:

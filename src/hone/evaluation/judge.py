@@ -28,6 +28,7 @@ from hone.disk import write_atomic
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
+from hone.redact import redact_json
 from hone.types import Directory
 from hone.wire.json import objects_in
 from hone.workflow.llm import LLM
@@ -320,7 +321,7 @@ class VerdictCache:
             return None
 
     def put(self, key: str, entry: Mapping[str, Any]) -> None:
-        content = json.dumps(entry, ensure_ascii=False, indent=1)
+        content = json.dumps(redact_json(entry), ensure_ascii=False, indent=1)
         write_atomic(self._directory / f"{key}.json", content)
 
 

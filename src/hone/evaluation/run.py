@@ -439,7 +439,7 @@ async def _run_into(
 ) -> EvaluationRunOutput:
     """Run and score the items; each result is written to disk at once."""
     keep = options.skip_workflow or options.skip_completed_entries
-    items = output.filled(run.items) if keep else run.items
+    items = output.filled(run.items, runs=not options.skip_workflow) if keep else run.items
     with Progress("eval") as bar:
         bar.update(total=len(items))
 

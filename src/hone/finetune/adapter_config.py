@@ -42,7 +42,7 @@ class ARTBackendConfig(Strict):
     base_model: str = Field("Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=512)
     """Model to train: a name from `hone models list`, a hub name, or a directory on the server."""
     api_key: str = "default"
-    """API key of the server; `default` is enough on the same machine."""
+    """API key of the server; `default` is enough for the same user on the same machine."""
     delete_old_checkpoints: bool = False
     """Before each job, delete all steps except the newest, the best and the run's first."""
     init_args: dict[str, JsonValue] | None = None

@@ -158,7 +158,7 @@ def program() -> str:
     """The command of this installation of hone, which works in any directory and shell."""
     # Not resolved: the interpreter of an environment is a link to one outside.
     script = Path(sys.executable).absolute().parent / "hone"
-    own = [str(script)] if script.is_file() else [sys.executable, "-m", "hone"]
+    own = [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "hone"]
     return shlex.join(own)
 
 

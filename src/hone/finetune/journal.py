@@ -26,11 +26,12 @@ from pydantic_core import from_json, to_json
 from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.event_log import FILE as EVENTS
-from hone.event_log import EventLog, first_error
+from hone.event_log import IDS, EventLog, first_error
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import event_fields, trajectory_of
+from hone.finetune.records import event_fields, trajectory_of, without_secrets
 from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
+from hone.redact import redact_json
 from hone.rollout_record import (
     EVALUATOR,
     FailureRecord,
@@ -40,6 +41,8 @@ from hone.rollout_record import (
     file_name,
 )
 from hone.types import Strict
+from hone.wire.rollout import ATTEMPT
+from hone.workflow.outside import MODEL_NAME
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
@@ -176,7 +179,8 @@ class Journal:
         path, sent = self._submission(epoch, round), submission.collection
         known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
-        file = {"collected": submission.collected, **sent.model_dump(exclude={"trajectories"})}
+        collected = redact_json(submission.collected, keep=IDS)
+        file = {"collected": collected, **sent.model_dump(exclude={"trajectories"})}
         write_atomic(path, to_json(file | {"groups": groups}))
 
     def submitted(self, epoch: int, round: int) -> Submission | None:
@@ -270,13 +274,15 @@ async def run_recorded(
     failed: list[FailureRecord] = []
     for retry in range(1, retries + 1):
         failure = record.failure
-        # Running the agent again does not fix an evaluator.
-        if not failure or failure.kind == "policy" or failure.reason == EVALUATOR:
+        # Running the agent again fixes neither an evaluator nor a name.
+        if not failure or failure.kind == "policy" or failure.reason in (EVALUATOR, MODEL_NAME):
             break
         failed.append(failure)
         record = await run(rollout_id(run_id, **place, retry=retry))
     if failed:
         record = record.model_copy(update={"retries": failed})
+    # Here and not in the journal: what is trained and submitted must equal what a resumed run reads.
+    record = without_secrets(record)
     # The event first: after a kill in between, the rollout is run again and the later event counts.
     # In the opposite order, a resumed run would lack the event.
     if events is not None:
@@ -297,13 +303,14 @@ def rollout_id(
     retry: int = 0,
     split: Split = "train",
 ) -> str:
-    """RUN:EPOCH.ROUND.ITEM.GENERATION.sSESSION[rRETRY].
+    """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
 
-    The epoch of a validation is preceded by `v`, that of a final validation by `f`.
+    The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
+    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
     """
     first = {"train": "", "val": "v", "final": "f"}[split]
-    again = f"r{retry}" if retry else ""
-    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}.s{session}{again}"
+    again = f".{retry}" if retry else ""
+    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}{ATTEMPT}{session}{again}"
 
 
 # ---- one run a directory ------------------------------------------------------------------------

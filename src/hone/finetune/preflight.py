@@ -41,6 +41,7 @@ from hone.tally import run_together
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.llm import LLM
+from hone.workflow.outside import MODEL_NAME
 
 PROBE_S = 120.0
 """Timeout for one token; the model is loaded by then."""
@@ -269,7 +270,7 @@ class _Trials:
         result, retries = await self._attempt(), max(1, self._config.rollout_retries)
         for _ in range(retries):
             failure = result.rollout and result.rollout.failure
-            if failure is None or failure.kind == "policy":
+            if failure is None or failure.kind == "policy" or failure.reason == MODEL_NAME:
                 break
             self._repeated.append(failure)
             result = await self._attempt()
@@ -290,6 +291,8 @@ class _Trials:
             if one.kind == "infrastructure":
                 times = 1 + max(1, self._config.rollout_retries)
                 message = f"{times} times in a row the workflow failed on {self._example}"
+                if one.reason == MODEL_NAME:
+                    message = f"the workflow failed on {self._example}"
                 message = f"{message} ({one.reason}): {_described(one.failure)}"
                 return Check("workflow", False, message)
         repeated = ""

@@ -14,7 +14,9 @@ from hone.config.schema import FinetuneConfig
 from hone.disk import append_lines
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult, score_failure_kind
+from hone.event_log import IDS
 from hone.finetune.types import Trajectory
+from hone.redact import redact_json
 from hone.rollout_record import (
     CallRecord,
     FailureRecord,
@@ -71,6 +73,18 @@ def record_of(
     )
 
 
+def without_secrets(record: RolloutRecord) -> RolloutRecord:
+    """The record as it is written: without secrets in what an agent or an evaluator said.
+
+    What is trained stays as it is, the episode and its tools: other text would have other tokens.
+    """
+    known = record.model_dump(exclude={"episode"})
+    fields = redact_json(known, keep=(*IDS, "trained_calls", "scores"))
+    if record.episode is not None and "tools" in record.metadata:
+        fields["metadata"]["tools"] = record.metadata["tools"]
+    return RolloutRecord.model_validate(fields).model_copy(update={"episode": record.episode})
+
+
 def trajectory_of(record: RolloutRecord) -> Trajectory:
     """The trajectory; without its text if a server recorded the calls."""
     text: dict[str, Any] = {} if record.episode is None else {"episode": record.episode}
@@ -116,7 +130,7 @@ def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float
 def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> None:
     """Append a line of JSON, with the time, to a component's own log."""
     line = {"timestamp": datetime.now(UTC).isoformat(), **plain(fields)}
-    append_lines(Path(directory) / name, json.dumps(line).encode() + b"\n")
+    append_lines(Path(directory) / name, json.dumps(redact_json(line)).encode() + b"\n")
 
 
 def failure_record(kind: str, reason: str, failure: Failure) -> FailureRecord:

@@ -9,7 +9,7 @@ reward, which requires the whole group. Until then it is in the unscored file, s
 does not sample it again.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -31,9 +31,10 @@ from hone.event_log import EventLog
 from hone.finetune.calls import EVALUATION
 from hone.finetune.journal import Journal, run_recorded
 from hone.finetune.records import record_of
+from hone.redact import redact_json
 from hone.rollout_record import RolloutRecord, Split, at_close
 from hone.workflow.failure import answered_by_policy
-from hone.workflow.jsonable import dumps
+from hone.workflow.jsonable import dumps, plain
 from hone.workflow.run import RolloutResult
 
 Finish = Callable[[RolloutRecord, ItemResult], Awaitable[RolloutRecord]]
@@ -79,7 +80,7 @@ class Rollouts:
         """The groups by example; empty if the reward does not compare rollouts."""
         if evaluation.compares(self._evaluators):
             self._unscored = None if journal is None else journal.unscored(split, epoch)
-            ended = _read(self._unscored, round, {item.id: item for item in items})
+            ended = _read(self._unscored, round, {item.id: item for item in items}, known)
             self._ended = {place: one for place, one in ended.items() if place not in known}
             for item in items:
                 self._groups[item.id] = RolloutGroup(
@@ -183,23 +184,34 @@ class Rollouts:
         """Write a rollout that has ended and waits for others of its group."""
         if self._unscored is None:
             return
+        output, steps = plain(item.output_obj), [plain(asdict(step)) for step in item.steps]
+        shown = redact_json([output, steps])
+        # The calls stay as they are, since they may be trained.
         line = {
             "round": self._where["round"],
             "example": example,
             "generation": generation,
             "rollout": rollout,
-            "output": item.output_obj,
+            "output": shown[0],
             "seconds": item.seconds,
             "calls": [asdict(call) for call in item.trajectory],
-            "steps": [asdict(step) for step in item.steps],
+            "steps": shown[1],
+            "is_whole": shown == [output, steps],
         }
         append_lines(self._unscored, dumps(line).encode("utf-8", "replace") + b"\n")
 
 
 def _read(
-    path: Path | None, round: int, items: dict[str, EvalInputItem]
+    path: Path | None,
+    round: int,
+    items: dict[str, EvalInputItem],
+    scored: Container[tuple[str, int]],
 ) -> dict[tuple[str, int], tuple[str, EvalInputItem]]:
-    """Rollouts of the round that ended, by example and generation."""
+    """Rollouts of the round that ended, by example and generation.
+
+    Without those that lack a secret of their output, unless they have a reward already: another
+    text could get another reward, so they are run again.
+    """
     if path is None or not path.exists():
         return {}
     open_lines(path).close()  # removes a torn last line
@@ -220,6 +232,8 @@ def _read(
                     ],
                 )
                 ended[example, generation] = line["rollout"], item
+                if not line.get("is_whole", True) and (example, generation) not in scored:
+                    del ended[example, generation]
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{path}:{number}: not a rollout ({error}). Remove the file: its rollouts are run "

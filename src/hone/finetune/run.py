@@ -41,6 +41,7 @@ from hone.finetune.plan import dry_run
 from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
 from hone.interrupt import INTERRUPTED, Interrupts
+from hone.redact import redact
 from hone.report.display import Display
 from hone.report.text import counted
 from hone.sinks.loggers import Loggers
@@ -73,7 +74,7 @@ class FinetuneOptions(FinetuneRunConfig):
 
 def finetune(options: FinetuneOptions) -> int:
     """Run or resume; returns the exit status. If it is not 0, the last log line says why."""
-    began = time.time()
+    began, started = time.time(), time.monotonic()
     document, validation = read_documents(options)
     calls = any(logger.reads_calls for logger in document.loggers)
     config = document.finetuning.model_copy(
@@ -85,7 +86,7 @@ def finetune(options: FinetuneOptions) -> int:
         lines, refusal = asyncio.run(
             dry_run(document, validation, options, fingerprint, fresh=fresh)
         )
-        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.write(redact("\n".join(lines)) + "\n")
         if refusal is not None:
             log.error("run: %s", refusal)
         return 0 if refusal is None else 1
@@ -108,6 +109,7 @@ def finetune(options: FinetuneOptions) -> int:
             loggers,
             secrets,
             began,
+            started,
         )
         if run.state.is_finished(config.num_epochs):
             ended = run.state.history.finished
@@ -138,6 +140,8 @@ class Run:
     secrets: Secrets
     began: float
     """When the command started."""
+    started: float
+    """The same by the monotonic clock, for how long it takes."""
 
     def __post_init__(self) -> None:
         assert self.config.reward_name is not None, "no run is read without one"
@@ -163,7 +167,7 @@ class Run:
             message=message,
             step=history.jobs[-1].step if history.jobs else history.run.step,
             best_step=None if history.best is None else history.best.step,
-            seconds=time.time() - self.began,
+            seconds=time.monotonic() - self.started,
         )
         self.loggers.close()  # before the report, which counts those that stopped
         self._report()

@@ -56,6 +56,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings that end the answer. Their ids are kept; the reader cuts the text."""
     stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    """Until the answer has so many tokens, `stop_ids` are excluded. Not together with a constraint
+    or stop strings."""
     top_logprobs: int = 0
     """Number of most likely tokens to report with each sampled token."""
     presence_penalty: float = 0.0
@@ -83,7 +86,7 @@ class Sampling:
     @property
     def narrowed(self) -> bool:
         """Whether tokens may be drawn from a distribution other than the model's own."""
-        changes = self.constraint is not None or bool(self.logit_bias)
+        changes = self.constraint is not None or bool(self.logit_bias) or self.min_tokens > 0
         return changes or self.penalizes or self.truncates
 
 
@@ -95,8 +98,8 @@ class SampledToken(NamedTuple):
     """Temperature-scaled log-probability in the model's own distribution; after masking if not
     `exact`."""
     masked_logprob: float | None = None
-    """The log-probability after logit_bias, penalties, the constraint, top-p, top-k and min-p; None
-    if they changed nothing."""
+    """The log-probability after logit_bias, penalties, min_tokens, the constraint, top-p, top-k and
+    min-p; None if they changed nothing."""
     exact: bool = True
     """False if the distribution was masked and the engine knows only the log-probability after
     that."""

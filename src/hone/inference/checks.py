@@ -50,6 +50,7 @@ def check_settings(sampling: Sampling, vocab: int, *, coldest: float = COLDEST) 
         ("top_p", sampling.top_p, 1e-9, 1),
         ("top_k", sampling.top_k, 0, float("inf")),
         ("min_p", sampling.min_p, 0, 1),
+        ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
         ("top_logprobs", sampling.top_logprobs, 0, vocab),
         ("presence_penalty", sampling.presence_penalty, -2, 2),
         ("frequency_penalty", sampling.frequency_penalty, -2, 2),
@@ -62,6 +63,9 @@ def check_settings(sampling: Sampling, vocab: int, *, coldest: float = COLDEST) 
         raise ConfigError(
             f"temperature is {sampling.temperature!r}; use 0 for greedy, else >= {coldest:g}"
         )
+    if sampling.min_tokens and (sampling.constraint is not None or sampling.stop):
+        other = "stop strings" if sampling.constraint is None else "a constraint"
+        raise ConfigError(f"min_tokens: not together with {other}; leave one out")
     if "" in sampling.stop:
         raise ConfigError("stop holds an empty string, which ends every answer at once")
     for token, bias in sampling.logit_bias:

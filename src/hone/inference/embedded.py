@@ -27,7 +27,7 @@ import torch
 
 from hone.errors import EngineError, EngineFailed, ModelUnsupported
 from hone.inference.adapter_merge import MERGE_AFTER, has_memory_for_copy
-from hone.inference.background import run_in_background
+from hone.inference.background import in_own_thread, run_in_background
 from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences, check_settings
 from hone.inference.grammar import Grammars, start_matchers
@@ -288,7 +288,7 @@ class EmbeddedEngine:
         with self._wakeup:
             self._closed = True
             self._wakeup.notify()
-        await asyncio.to_thread(self._thread.join)
+        await in_own_thread(self._thread.join)
         if self._grammars is not None:
             self._grammars.close()
 

@@ -246,7 +246,7 @@ class _Checker:
     def _started(self, tokenizer: dict[str, Any]) -> "subprocess.Popen[str]":
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hone.inference.grammar_check"],
+                [sys.executable, "-P", "-m", "hone.inference.grammar_check"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

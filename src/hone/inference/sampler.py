@@ -3,7 +3,7 @@
 In:   logits [B, vocab]; for every sample its row, its settings and its own random stream
 Out:  SampledTokens
 
-logit_bias, penalties and the constraint change the logits, in this order and as in vLLM; then the
+logit_bias, penalties, min_tokens and the constraint change the logits, as in vLLM; then the
 temperature divides them, and top-k, top-p and min-p exclude tokens. The sampler reports both
 log-probabilities of a token: before all of these changes, and after them.
 
@@ -121,7 +121,7 @@ def _shape(sampling: Sampling) -> tuple[object, ...]:
         sampling.temperature or 1.0,
         *(sampling.top_k, sampling.top_p, sampling.min_p, sampling.temperature == 0),
         *(sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty),
-        sampling.logit_bias,
+        *(sampling.logit_bias, sampling.min_tokens),
     )
 
 
@@ -131,6 +131,10 @@ def _masked(scores: Tensor, samples: Sequence[SampleState]) -> tuple[dict[int, T
     forced: set[int] = set()
     for i, sample in enumerate(samples):
         adjusted = _adjusted(scores[i], sample)
+        if len(sample.ids) < sample.sampling.min_tokens:
+            ends = [token for token in sample.sampling.stop_ids if token < scores.shape[1]]
+            adjusted = scores[i].clone() if adjusted is None else adjusted
+            adjusted[ends] = -math.inf
         if sample.matcher is not None:
             allowed = sample.matcher.allowed()
             count = np.count_nonzero(allowed)

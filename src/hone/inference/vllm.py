@@ -4,10 +4,11 @@ In:   requests as token ids; adapters as PEFT directories
 Out:  sampled ids and log-probabilities; the proof that an adapter is served
 
 Every sampling parameter is sent, so that none of vLLM's defaults applies. With top-p, top-k, min-p,
-penalties, logit_bias or a constraint, vLLM returns only the log-probability after masking; such
-tokens are marked as not exact. vLLM uses the same library for constraints as hone, maybe in another
-version: hone checks a constraint before it sends the request, and follows each answer. A token was
-forced if hone's copy of the grammar allowed no other, and vLLM reports probability 1.
+penalties, logit_bias, min_tokens or a constraint, vLLM returns only the log-probability after
+masking; such tokens are marked as not exact. vLLM uses the same library for constraints as hone,
+maybe in another version: hone checks a constraint before it sends the request, and follows each
+answer. A token was forced if hone's copy of the grammar allowed no other, and vLLM reports
+probability 1.
 
 An adapter is loaded once, under its hash, from a copy that is kept until vLLM no longer reads it.
 It is never replaced in place: vLLM's prefix cache would reuse what the old weights computed. After
@@ -28,6 +29,7 @@ from time import perf_counter
 from typing import Any
 
 from hone.errors import EngineError
+from hone.inference.background import in_own_thread
 from hone.inference.base import BASE_SHA256, AdapterRef, Delta, EngineStats, Probe, Sampling
 from hone.inference.checks import check_request, check_sequences, check_settings
 from hone.inference.grammar import start_matchers
@@ -175,7 +177,7 @@ class VllmEngine:
         """Load an adapter and prove that vLLM holds its tensors; raises EngineError if not."""
         async with self._changing, self._admitted():
             if adapter.sha256 not in self._adapters:
-                await self._load(await asyncio.to_thread(self._stage, adapter, directory))
+                await self._load(await in_own_thread(self._stage, adapter, directory))
 
     def _stage(self, adapter: AdapterRef, directory: Path) -> StagedAdapter:
         path, most = self._directory / adapter.sha256, self._server.max_rank
@@ -188,7 +190,7 @@ class VllmEngine:
         try:
             dtypes = await self._send_and_read(staged)
             if self._client.url is None:
-                hashing = asyncio.to_thread(lambda: [staged.expect(dtype) for dtype in dtypes[:1]])
+                hashing = in_own_thread(lambda: [staged.expect(dtype) for dtype in dtypes[:1]])
                 held, _ = await asyncio.gather(self._digests(staged), hashing)
                 wrong = staged.compare(held)
                 if wrong:
@@ -205,7 +207,7 @@ class VllmEngine:
 
     async def _send_and_read(self, staged: StagedAdapter) -> list[str]:
         """Have vLLM load an adapter while its tensors are read here; returns vLLM's dtypes for it."""
-        both = self._send(staged), asyncio.to_thread(staged.read)
+        both = self._send(staged), in_own_thread(staged.read)
         # Both end before an error is raised, so that a load that vLLM began can be undone.
         dtypes, read = await asyncio.gather(*both, return_exceptions=True)
         if isinstance(read, BaseException):
@@ -260,7 +262,7 @@ class VllmEngine:
         if staged.id is not None and self.failure is None and not self._client.closed:
             with suppress(EngineError):
                 await self._client.rpc("remove_lora", staged.id)
-        await asyncio.to_thread(shutil.rmtree, staged.path, ignore_errors=True)
+        await in_own_thread(shutil.rmtree, staged.path, ignore_errors=True)
 
     # ---- what it serves -----------------------------------------------------------------------
 
@@ -383,7 +385,7 @@ class VllmEngine:
         self._awake.set()
         await self._client.close()
         self._grammars.close()
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        await in_own_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     def _name(self, adapter: AdapterRef | None) -> str:
         if adapter is None:

@@ -22,6 +22,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from hone.errors import EngineError, EngineFailed, GrammarError, HoneError
+from hone.inference.background import in_own_thread
 from hone.inference.base import Delta, SampledToken, Sampling
 from hone.inference.vllm_process import VllmProcess
 
@@ -77,7 +78,7 @@ class VllmClient:
         """Stop a server that hone started; running requests get an error."""
         self.closed = True
         if self.process is not None:
-            await asyncio.to_thread(self.process.stop)
+            await in_own_thread(self.process.stop)
         # Closing the session would leave them waiting.
         for deadline in self._sent:
             deadline.reschedule(asyncio.get_running_loop().time())
@@ -223,7 +224,7 @@ class VllmClient:
             if await self._is_healthy():
                 return EngineFailed(f"vLLM broke the connection ({why}). Send the request again.")
             if self.process is not None:
-                await asyncio.to_thread(self.process.wait, DEATH_S)
+                await in_own_thread(self.process.wait, DEATH_S)
             if self.failure is None and not self.closed:
                 where = self.url or "vLLM"
                 self.fail(f"{where} does not answer ({why})")
@@ -275,6 +276,7 @@ def completion_body(
         "seed": None if sampling.seed is None else _spread(sampling.seed),
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_ids),
+        "min_tokens": sampling.min_tokens,
         "ignore_eos": constraint is None,
         "logprobs": sampling.top_logprobs,
         "return_token_ids": True,

@@ -203,6 +203,7 @@ class VllmProcess:
             "VLLM_NO_USAGE_STATS": "1",
             **env,
             "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONSAFEPATH": "1",  # for the workers, too
             "PYTHONUNBUFFERED": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",

@@ -379,6 +379,9 @@ def main() -> None:
         print(json.dumps(describe()))  # noqa: T201  hone reads it
         return
     watch(int(sys.argv[1]))
+    if not getattr(sys.flags, "safe_path", False):
+        # Python 3.10 ignores PYTHONSAFEPATH: its workers import from the working directory.
+        os.chdir(os.path.dirname(os.path.abspath(__file__)))
     importlib.metadata.version = _version
     from vllm.entrypoints.cli.main import main as vllm  # pyright: ignore[reportMissingImports]
 

@@ -6,7 +6,8 @@ Out:  ExportedRollouts, one for each rollout that has messages
 Conversations come from the recorded calls, which have all of them, with tokens. Those of other
 models are left out, such as a simulated user or an opponent at a fixed step; in mixed
 conversations, `weight: 0` marks messages that the policy did not sample. Without the calls, the run
-directory has the last conversation of each rollout, as text.
+directory has the last conversation of each rollout, as text. Secrets are removed from the text; the
+token ids are those that the model read and sampled.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from hone.event_log import FILE, read
 from hone.events import RunStarted
 from hone.finetune.journal import RUN_FILE, read_records
 from hone.interchange.base import Conversation, ExportedRollout, Message
+from hone.redact import redact_json
 from hone.types import RecordedCall
 
 CallsOf = Callable[[str], Sequence[RecordedCall]]
@@ -67,6 +69,7 @@ def exported_rollouts(
                 skipped["no call of the trained model" if calls else "no messages"] += 1
                 continue
             for number, one in enumerate(conversations):
+                one.messages, one.tools = redact_json(one.messages), redact_json(one.tools)
                 one.id = record.rollout if number == 0 else f"{record.rollout}#{number}"
                 one.reward = record.reward
             yield ExportedRollout(record, conversations, model)

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from hone.errors import ConfigError
 from hone.models.lora import own_copies
+from hone.models.weight_check import check_finite
 
 FILE = "optimizer.safetensors"
 
@@ -108,6 +109,7 @@ class AdamW:
                 f"{path}: no optimizer state beside the adapter. Load it with optimizer=False to "
                 "begin with fresh moments, knowing that this is no exact continuation."
             )
+        check_finite(path)
         saved, state = load_file(path), self.state()
         shapes = {name: tensor.shape for name, tensor in saved.items()}
         if wrong := sorted(

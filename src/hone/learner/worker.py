@@ -70,8 +70,10 @@ class WorkerInfo(Strict):
 
 
 def _environment() -> dict[str, str]:
-    """Settings that libraries read when they are first used."""
+    """Settings of the child, of the libraries that it uses, and of the processes that those start."""
     return {
+        # Torch's compiler starts Python: that, too, must not import from the working directory.
+        "PYTHONSAFEPATH": "1",
         # Without it cuBLAS refuses deterministic algorithms.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         # Compiled layers outlive the process: the first job of the next one does not wait for them.
@@ -108,7 +110,7 @@ class LearnerProcess:
     ) -> "LearnerProcess":
         """Start the child, with `env` added to its environment; `ready` waits until it has loaded."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "hone.learner.child"],
+            [sys.executable, "-P", "-m", "hone.learner.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

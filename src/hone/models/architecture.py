@@ -87,6 +87,26 @@ _ROPE_FIELDS = {
 }
 """Supported kinds of rotary embedding, with their parameters."""
 
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        _words(
+            "intermediate_size num_key_value_heads head_dim sliding_window max_window_layers "
+            "no_rope_layer_interval"
+        ),
+        ((int,), "a whole number above 0"),
+    ),
+    **dict.fromkeys(_words("rms_norm_eps rope_theta"), ((int, float), "a number of 0 or more")),
+    **dict.fromkeys(
+        _words("tie_word_embeddings attention_bias mlp_bias use_sliding_window"),
+        ((bool,), "true or false"),
+    ),
+    **dict.fromkeys(_words("layer_types no_rope_layers"), ((list,), "a list of names or numbers")),
+    **dict.fromkeys(_words("rope_parameters rope_scaling"), ((dict,), "an object")),
+}
+"""The types of the fields that the decoder computes with, besides those that every model has."""
+_FROM_ZERO = ("max_window_layers", "rms_norm_eps", "rope_theta")
+"""Numbers that may be 0, or between 0 and 1."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
@@ -186,6 +206,31 @@ class DecoderConfig:
             ),
             raw=raw,
         )
+
+
+def check_types(raw: dict[str, Any], *, where: str) -> None:
+    """Refuse fields of a family of hone's own decoder that have a value of another type."""
+    for key, (kinds, expected) in _TYPES.items():
+        value = raw.get(key)
+        if value is None:
+            continue
+        wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+        if not wrong and type(value) in (int, float):
+            wrong = value < (key not in _FROM_ZERO)
+        elif not wrong and isinstance(value, list):
+            wrong = not all(isinstance(each, int | str) for each in value)
+        if wrong:
+            raise ModelUnsupported(
+                f"{where}: {key} is {value!r:.80}, which is not {expected}. Download or copy the file "
+                "again, or use another model."
+            )
+    for name in ("rope_parameters", "rope_scaling"):
+        for key, value in (raw.get(name) or {}).items():
+            if not isinstance(value, int | float | str | None):
+                raise ModelUnsupported(
+                    f"{where}: {name}.{key} is {value!r:.80}, which is neither a number nor a name. "
+                    "Download or copy the file again, or use another model."
+                )
 
 
 def _check_fields(raw: dict[str, Any], *, where: str) -> None:

@@ -10,13 +10,16 @@ rule still writes fluent text, with other ids.
 
 import json
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hone.errors import ModelUnsupported
+from hone.errors import HoneError, ModelUnsupported
+from hone.models.gguf_layout import check_layout
+from hone.models.weight_check import refusal
 
 Progress = Callable[[str, int, int], None]
 """progress(phase, done, total)"""
@@ -76,8 +79,9 @@ class _Source:
 
         self.path = path
         try:
+            check_layout(path)
             reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
+        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
             raise ModelUnsupported(
                 f"{path}: not a whole GGUF file ({error}).\nDownload or copy it again."
             ) from error
@@ -101,7 +105,20 @@ class _Source:
 
 
 def convert(path: Path, into: Path, *, progress: Progress | None = None) -> Origin:
-    """Write the HF directory `into`, which exists and is empty."""
+    """Write the HF directory `into`, which exists and is empty. Raises ModelUnsupported."""
+    try:
+        return _convert(path, into, progress=progress)
+    except (HoneError, OSError, MemoryError):
+        raise
+    # Foreign values: tokenizers raises bare Exceptions, and a field of another type fails anywhere.
+    except Exception as error:
+        raise ModelUnsupported(
+            f"{path}: cannot be converted ({type(error).__name__}: {error!s:.200}).\n"
+            "Download or copy it again, or use the model's Hugging Face directory."
+        ) from error
+
+
+def _convert(path: Path, into: Path, *, progress: Progress | None) -> Origin:
     report = progress or (lambda what, done, total: None)
     report("reading", 0, 1)
     source = _Source(path)
@@ -208,7 +225,12 @@ def _write_weights(source: _Source, config: dict[str, Any], into: Path, report: 
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         arrays: dict[str, Any] = {}
         for name, tensor in shard.items():
-            array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            # A block's scale may be infinite, and its values NaN.
+            with np.errstate(invalid="ignore", over="ignore"):
+                array = gguf.dequantize(tensor.data, tensor.tensor_type)
+            array = array.astype(np.float32, copy=False)
+            if not np.isfinite(array).all():
+                raise refusal(source.path, tensor.name)
             arrays[name] = np.ascontiguousarray(_unpermuted(array, tensor.name, config))
             done += 1
             report("converting", done, len(named))

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hone.errors import ConfigError
+from hone.models.files import AGAIN, read_object
+from hone.models.weight_check import check_finite, read_header
 
 Factors = tuple[Tensor, tuple[Tensor, ...]]
 """A of all parts of a projection [parts * rank, inputs], and B of each part [outputs, rank]."""
@@ -74,7 +76,7 @@ class Lora:
     @classmethod
     def load(cls, directory: Path, config: Layout, *, device: str | torch.device = "cpu") -> "Lora":
         """Load PEFT's files; refuses an adapter that this decoder would compute only in part."""
-        settings = json.loads((directory / "adapter_config.json").read_text())
+        settings = read_object(directory / "adapter_config.json")
         _check(settings, where=directory / "adapter_config.json")
         rank = settings["r"]
         tensors = read_tensors(directory / "adapter_model.safetensors", device)
@@ -197,7 +199,7 @@ def _block_diagonal(b: Sequence[Tensor]) -> Tensor:
 
 def target_modules(directory: Path) -> list[str]:
     """Names of the linear layers that an adapter on disk covers; empty: all of them."""
-    named = json.loads((directory / "adapter_config.json").read_text()).get("target_modules")
+    named = read_object(directory / "adapter_config.json").get("target_modules")
     return list(named) if isinstance(named, list) else []  # PEFT also takes "all-linear"
 
 
@@ -237,20 +239,27 @@ def _stem(path: str) -> str:
 def read_tensors(file: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read a safetensors file; float32 tensors on a CPU are views of one buffer.
 
+    Refuses a file that is not whole, and weights that are not finite, with ModelUnsupported.
+
     `load_file` makes hundreds of tensors one by one while it holds the interpreter's lock: requests
     that are sampled meanwhile waited 72 ms for a publish instead of 41 ms (bench/publish.py).
     """
-    data = np.fromfile(file, dtype=np.uint8)
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
-    header.pop("__metadata__", None)
-    is_float32 = all(entry["dtype"] == "F32" for entry in header.values())
+    stored = read_header(file)
+    is_float32 = all(tensor.dtype == "F32" for tensor in stored)
     if torch.device(device).type != "cpu" or not is_float32:
+        check_finite(file)
         return load_file(file, device=str(device))
-    values = torch.from_numpy(data[start:]).view(torch.float32)
-    spans = {name: [at // 4 for at in entry["data_offsets"]] for name, entry in header.items()}
+    data = np.fromfile(file, dtype=np.float32, offset=stored[0].start if stored else 0)
+    # In pieces, for the CPU's cache; numpy releases the interpreter's lock meanwhile.
+    pieces = np.array_split(data, len(data) // 2**18 + 1)
+    if not all(np.isfinite(piece).all() for piece in pieces):
+        check_finite(file)  # names the tensor
+    values = torch.from_numpy(data)
     return {
-        name: values[begin:end].view(header[name]["shape"]) for name, (begin, end) in spans.items()
+        tensor.name: values[
+            (tensor.start - stored[0].start) // 4 : (tensor.end - stored[0].start) // 4
+        ].view(tensor.shape)
+        for tensor in stored
     }
 
 
@@ -301,6 +310,12 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 def _check(settings: dict[str, object], *, where: Path) -> None:
     """Refuse an adapter that is not exactly x + alpha / r * B A x."""
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise ConfigError(
+            f"{where}: r is {rank!r:.80} and lora_alpha {alpha!r:.80}; both must be numbers. "
+            f"{AGAIN}"
+        )
     for key, value in settings.items():
         if key in _NO_EFFECT or value is None:
             continue

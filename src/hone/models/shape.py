@@ -175,12 +175,13 @@ def empty_model(raw: Mapping[str, Any], where: str) -> Any:
         config = AutoConfig.for_model(raw.get("model_type", ""), **fields)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError) as error:
+    # Foreign values: the library also raises what a wrong type causes inside it.
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         import transformers
 
         raise ModelUnsupported(
             f"{where}: model_type {raw.get('model_type')!r} is not a causal language model that "
-            f"transformers {transformers.__version__} knows ({str(error).splitlines()[0]}). Choose "
+            f"transformers {transformers.__version__} knows ({str(error).partition(chr(10))[0]}). Choose "
             "another model."
         ) from error
 

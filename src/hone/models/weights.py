@@ -26,7 +26,7 @@ from hone.disk import move, storage, sync
 from hone.errors import ModelUnsupported
 from hone.models.architecture import DecoderConfig
 from hone.models.cache import cache_home
-from hone.models.files import weight_files
+from hone.models.files import AGAIN, weight_files
 
 Tensors = dict[str, Tensor]
 LAYOUT = 2
@@ -46,7 +46,8 @@ def read_tensors(
     def laid_out() -> Tensors:
         with contextlib.ExitStack() as stack:
             source = _Source(files, stack)
-            tensors = _lay_out(config, lambda name: _moved(source.take(name), dtype, device))
+            take = lambda name: _moved(source.take(name), dtype, device)  # noqa: E731
+            tensors = _lay_out(config, take, directory)
             source.require_used(config, directory)
             return tensors
 
@@ -145,22 +146,24 @@ class _Source:
             )
 
 
-def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Tensors:
+def _lay_out(
+    config: DecoderConfig, take: Callable[[str], Tensor | None], directory: Path
+) -> Tensors:
     """Map HF names to the decoder's names and join the parts of each projection."""
 
-    def need(name: str) -> Tensor:
+    def shaped(name: str, *shape: int) -> Tensor:
         tensor = take(name)
         if tensor is None:
-            raise ModelUnsupported(f"the weights have no tensor {name!r}: the files are incomplete")
-        return tensor.contiguous()
-
-    def shaped(name: str, *shape: int) -> Tensor:
-        tensor = need(name)
+            raise ModelUnsupported(
+                f"{directory}: the weights have no tensor {name!r}, which config.json asks for. "
+                f"{AGAIN}"
+            )
         if tensor.shape != shape:
             raise ModelUnsupported(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json says {shape}"
+                f"{directory}: the tensor {name!r} has shape {tuple(tensor.shape)}, config.json says "
+                f"{shape}. {AGAIN}"
             )
-        return tensor
+        return tensor.contiguous()
 
     out: Tensors = {
         "embedding": shaped("model.embed_tokens.weight", config.vocab, config.hidden),
@@ -170,16 +173,18 @@ def _lay_out(config: DecoderConfig, take: Callable[[str], Tensor | None]) -> Ten
         out["head"] = shaped("lm_head.weight", config.vocab, config.hidden)
     for i in range(config.layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
-        out[ours + "input_norm"] = need(hf + "input_layernorm.weight")
-        out[ours + "post_norm"] = need(hf + "post_attention_layernorm.weight")
+        out[ours + "input_norm"] = shaped(hf + "input_layernorm.weight", config.hidden)
+        post_norm = hf + "post_attention_layernorm.weight"
+        out[ours + "post_norm"] = shaped(post_norm, config.hidden)
         if config.qk_norm:
-            out[ours + "q_norm"] = need(hf + "self_attn.q_norm.weight")
-            out[ours + "k_norm"] = need(hf + "self_attn.k_norm.weight")
+            out[ours + "q_norm"] = shaped(hf + "self_attn.q_norm.weight", config.head_dim)
+            out[ours + "k_norm"] = shaped(hf + "self_attn.k_norm.weight", config.head_dim)
         for key, parts in config.projections.items():
             weights = [shaped(f"{hf}{path}.weight", outs, ins) for path, outs, ins in parts]
             # Inputs first: BLAS computes x @ w a tenth faster than x @ w.T.
             out[f"{ours}{key}.weight"] = torch.cat(weights).t().contiguous()
-            biases = [need(f"{hf}{path}.bias") for path, _, _ in parts if path in config.biased]
+            biased = [(path, outs) for path, outs, _ in parts if path in config.biased]
+            biases = [shaped(f"{hf}{path}.bias", outs) for path, outs in biased]
             if biases:
                 out[f"{ours}{key}.bias"] = torch.cat(biases)
     return out

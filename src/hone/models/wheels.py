@@ -73,7 +73,7 @@ def locate(wheel: Wheel) -> tuple[Path | None, str]:
 
 def install(wheel: Wheel) -> None:
     """Run pip in this interpreter; its output goes to stderr."""
-    arguments = [sys.executable, "-m", "pip", "install", "--no-deps", wheel.requirement]
+    arguments = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", wheel.requirement]
     if importlib.util.find_spec("pip") is None:
         raise ServerError(
             f"{sys.executable} has no pip, so {wheel.requirement} cannot be installed.\n"

@@ -25,6 +25,7 @@ FAILURES = {
     "http_status": "the agent's service answered with an error",
     "infrastructure_exceptions": "the agent raised an exception that infrastructure_exceptions lists",
     "killed": "the agent's program was killed",
+    "model_name": "the agent asked for a model that its server does not have, or has in several projects",
     "no_output": "the agent returned no output",
     "not_started": "the agent's program could not be started",
     "output_too_large": "the agent returned more output than allowed",

@@ -15,6 +15,7 @@ import logging
 import time
 from pathlib import Path
 
+from hone.errors import StorageError
 from hone.event_log import EventLog, EventReader
 from hone.report import metrics
 from hone.report.history import History
@@ -79,6 +80,8 @@ class Files:
 
         try:
             report.write(self.events.path.parent, brief=True, history=self.history)
+        except StorageError as error:
+            log.warning("The report could not be written: %s", error)
         except Exception as error:  # a mistake in a report must not end a training run
             log.warning("The report could not be written: %s", error, exc_info=error)
 

@@ -97,6 +97,18 @@ class Adapters:
         finally:
             self._users[adapter.sha256] -= 1
 
+    async def forget(self, key: ModelKey) -> None:
+        """Forget a deleted model, and unload its adapters that no request uses."""
+        self.newest.pop(key, None)
+        async with self._changing:
+            needed = self._promoted() | self.unproved | set(+self._users)
+            for sha256, adapter in list(self._loaded.items()):
+                if adapter.model == str(key) and sha256 not in needed:
+                    try:
+                        await self._unload(sha256)
+                    except EngineError as error:
+                        log.warning("an adapter was not unloaded", exc_info=error)
+
     def rename(self, key: ModelKey, new: ModelKey) -> None:
         """Move the newest step of a model to another name."""
         if key in self.newest:

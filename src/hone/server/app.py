@@ -10,6 +10,7 @@ the log and never into a response.
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 import time
@@ -29,11 +30,13 @@ from starlette.types import Message, Receive, Scope, Send
 import hone
 from hone.errors import HoneError, StorageError
 from hone.logs import log, say
+from hone.redact import redact, redact_json
 from hone.server import (
     art,
     auth,
     chat_routes,
     openai_responses,
+    pages,
     rollouts,
     serving,
     training,
@@ -43,10 +46,12 @@ from hone.server.respond import HOLD, IN_ROLLOUT
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import refusal_text
+from hone.wire.access import claimed_addresses
 from hone.wire.anthropic_response import MESSAGES
-from hone.wire.errors import error_body, error_response
+from hone.wire.errors import RETRY_HEADER, error_body, error_response, is_final
 from hone.wire.openai_chat_response import CHAT, TEXT
 from hone.wire.openai_response_events import RESPONSES
+from hone.wire.peers import CONNECTION, Connection
 from hone.wire.rollout import HELD_HEADER
 
 DIALECTS = (CHAT, TEXT, RESPONSES, MESSAGES)
@@ -88,6 +93,7 @@ def _app(
         app.include_router(router)
         plain |= {route.path: route for route in router.routes if isinstance(route, PlainRoute)}
     app.include_router(_status_routes(state, control=control))
+    app.include_router(pages.routes())
 
     app.add_middleware(_Middleware, state=state, control=control, plain=plain)
     if origins := state.settings.allowed_origins:
@@ -107,7 +113,7 @@ def _status_routes(state: State, *, control: bool) -> APIRouter:
         """Status of the server and of each of its parts; with the key, also what it serves.
 
         `status` is `ok` if every part is, else `degraded`. `base_models` says of each base model in
-        use whether it is loaded.
+        use whether it is loaded; `waiting` says why a job does not run yet.
         """
         return await _health(state)
 
@@ -144,12 +150,13 @@ async def _health(state: State) -> dict[str, Any]:
             health["root"] = str(state.settings.root.absolute())
     else:
         health.pop("jobs", None)
+        health.pop("waiting", None)
         parts = {name: {"status": part["status"]} for name, part in parts.items()}
     works = all(part["status"] == "ok" for part in parts.values())
     return {
         "status": "ok" if works else "degraded",
         "version": hone.__version__,
-        "uptime_s": time.time() - state.started_at,
+        "uptime_s": time.monotonic() - state.started,
         **health,
         "parts": parts,
     }
@@ -166,7 +173,7 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
         status, detail = error.status_code, error.detail
         if status == 404 and detail == "Not Found":
             detail = _no_route(scope, state.settings)
-        body = error_body(str(detail), status) | {"detail": detail}
+        body = error_body(str(detail), status) | {"detail": redact_json(detail)}
     else:
         status, body = error_response(error, state.settings.log_file)
     if status == 500:
@@ -176,12 +183,15 @@ def _error_response(state: State, scope: Scope, error: Exception) -> JSONRespons
     for dialect in DIALECTS:
         if f"{path}/".startswith(f"{dialect.path}/"):
             body = dialect.error_body(status, body | {"request_id": scope.get(_REQUEST_ID)})
-    return JSONResponse(body, status, headers=getattr(error, "headers", None))
+    headers = dict(getattr(error, "headers", None) or {})
+    if is_final(error, status):
+        headers[RETRY_HEADER] = "false"
+    return JSONResponse(body, status, headers=headers)
 
 
 def _no_route(scope: Scope, settings: Settings) -> str:
     path, (_, port) = scope["path"], scope.get("server") or (None, None)
-    text = f"no route {scope['method']} {path[:200]}; GET /openapi.json lists those of this server"
+    text = f"no route {scope['method']} {path[:200]}; GET /docs lists those of this port"
     if "/v1/v1/" in path:
         text += ". The client adds /v1 itself: leave it out of the base URL"
     if path.startswith("/v1/training/") and port == settings.inference_port:
@@ -203,7 +213,7 @@ def _validation_error(
         )
         text = f"{sent}; send JSON, and -H 'Content-Type: application/json' with it"
         return 415, error_body(text, 415, param="Content-Type") | {"detail": text}
-    detail = [{"loc": e["loc"], "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+    detail = [{"loc": e["loc"], "msg": redact(e["msg"]), "type": e["type"]} for e in error.errors()]
     where = [str(part) for part in detail[0]["loc"] if part != "body"]
     message = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in detail[:20])
     return 422, error_body(message, 422, param=".".join(where) or None) | {"detail": detail}
@@ -220,6 +230,19 @@ def _take_project(scope: Scope) -> str | None:
     scope["path"] = scope["path"][match.end() :]
     scope["raw_path"] = scope["path"].encode()
     return match[1]
+
+
+async def _caller(scope: Scope, settings: Settings) -> auth.Caller:
+    client = scope["client"][0] if scope.get("client") else None
+    connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+    if connection is None:  # every request over a socket has one (listen.py): this is our own call
+        return auth.Caller(client, client, user=os.geteuid())
+    return auth.Caller(
+        connection.address,
+        client,
+        user=await connection.user() if settings.api_key is None else None,
+        claims=claimed_addresses(scope["headers"]) if settings.forwarded_allow_ips else (),
+    )
 
 
 class _Middleware:
@@ -271,8 +294,8 @@ class _Middleware:
             for name, value in reversed(scope["headers"])
         }
         settings = self.state.settings
-        client = scope["client"][0] if scope.get("client") else None
-        access = auth.check(settings, scope["path"], headers, client, control=self.control)
+        caller = await _caller(scope, settings)
+        access = auth.check(settings, scope["path"], headers, caller, control=self.control)
         body = BodyReader(receive, headers, settings, self.state.bodies)
         token, within = auth.access.set(access), serving.project.set(named)
         try:

@@ -29,6 +29,7 @@ from hone.errors import (
     Unavailable,
     Unprocessable,
 )
+from hone.inference.background import in_own_thread
 from hone.logs import say
 from hone.metric_names import ART_NAMES
 from hone.server import job_tasks
@@ -88,7 +89,7 @@ def routes(state: State) -> APIRouter:
         server_args = (body.config or {}).get("server_args") or {}
         if ignored := server_keys(body.config):
             say("ART: keys without effect", model=str(body.model.key), keys=ignored)
-        record = await asyncio.to_thread(_record, state, body.model)
+        record = await in_own_thread(_record, state, body.model)
         await state.service.prepare(record)
         key = inference_key(state.settings) or server_args.get("api_key") or "default"
         host, scheme = request.headers.get("host", ""), request.url.scheme
@@ -146,7 +147,10 @@ def _group_routes(state: State, router: APIRouter) -> None:
         raise NotImplementedError  # `answer_train` does it
 
     async def log(body: LogRequest) -> None:
-        """Log trajectories, and add their means to the model's history."""
+        """Log trajectories, and add their means to the model's history.
+
+        ART's clients send no idempotency key and do not retry: each request is logged.
+        """
         raise NotImplementedError  # `answer_log` does it
 
     raw_train, raw_log = raw_body_route(answer_train), raw_body_route(answer_log)
@@ -199,7 +203,7 @@ def _write_model(state: State, model: ArtModel) -> None:
 
 async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does."""
-    record = await asyncio.to_thread(_record, state, head.request.model)
+    record = await in_own_thread(_record, state, head.request.model)
     sent = job_config(head.request.config, head.request.dev_config, record.spec)
     if sent.not_applicable:
         say("ART: keys without effect", model=str(record.key), keys=sent.not_applicable)

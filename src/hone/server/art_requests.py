@@ -20,7 +20,6 @@ from hone.server.model_args import ENGINE_ONLY, Read, flat, read_args
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import (
     AnyName,
-    AnyProject,
     Failure,
     ModelKey,
     ModelSpec,
@@ -59,7 +58,7 @@ class ArtModel(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
     name: AnyName
-    project: AnyProject = "default"
+    project: AnyName = "default"
     entity: str | None = None
     base_model: str | None = Field(default=None, min_length=1, max_length=512)
     internal: dict[str, JsonValue] | None = Field(default=None, alias=INTERNAL)

@@ -1,12 +1,12 @@
-"""Access control: keys, trusted networks, host names, origins, proxies.
+"""Access control: keys, users of this machine, trusted networks, host names, origins, proxies.
 
-In:   settings; the address, path and headers of a request
+In:   settings; the caller, path and headers of a request
 Out:  the request's Access; an Unauthorized that says which key to send; a Forbidden that says which
       option to set
 
-Host and Origin are checked with and without a key (wire/access.py). Without a key, only the
-address of the connection tells a local client from others, so a request that a proxy forwarded is
-refused.
+Host and Origin are checked with and without a key (wire/access.py). A server without a key accepts
+the processes of its own user and of root (wire/peers.py). A proxy on this machine can be such a
+process, so a request that a proxy forwarded is refused.
 """
 
 import os
@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -29,21 +30,21 @@ from hone.wire.access import (
     check_not_forwarded,
     check_origin,
     derive_inference_key,
-    forwarded,
     has_key,
-    ip,
     is_key,
+    is_peer,
     key_problem,
 )
+from hone.wire.peers import is_own, own_users, user_name
 
 Access = Literal["operator", "peer", "inference", "anyone"]
-"""An operator may do everything. A peer (in a trusted network, without the key) may train, but not
-name a path. An inference client may use only the inference APIs. Anyone may check the health."""
+"""An operator (with the key, or of the server's user if it has none) may do everything. A peer (in a
+trusted network, without the key) may train, but not name a path. An inference client may use only the inference APIs. Anyone may check the health."""
 
 access: ContextVar[Access] = ContextVar("access", default="operator")
 """Access of the current request; outside any request, the operator's."""
 
-OPEN = frozenset({"/health", "/healthcheck"})
+OPEN = frozenset({"/", "/docs", "/health", "/healthcheck"})
 """Paths that need no key."""
 _OPENAI = re.compile(
     r"/(version|tokenize|detokenize)?|(/rollout/[^/]+)?/v1/"
@@ -55,26 +56,66 @@ _INFERENCE_ONLY = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, as far as the connection tells."""
+
+    address: str | None
+    """IP address at the other end of the connection."""
+    client: str | None
+    """IP address of the client: `address`, or what a proxy in `forwarded_allow_ips` says."""
+    user: int | None = None
+    """uid of the process at the other end; None if it cannot be told, or is not needed."""
+    claims: tuple[str, ...] = ()
+    """Addresses of the client in other headers of proxies (`claimed_addresses`)."""
+
+
 def check(
-    settings: Settings, path: str, headers: Mapping[str, str], client: str | None, *, control: bool
+    settings: Settings, path: str, headers: Mapping[str, str], caller: Caller, *, control: bool
 ) -> Access:
     """The access of this request; raises Unauthorized or Forbidden unless it may pass."""
     check_host(_names(settings), headers, "--allowed-hosts and that name")
     how = "Start the server with --allowed-origins and that origin if they should."
     check_origin(headers, settings.allowed_origins, how)
     if settings.api_key is None:
-        check_not_forwarded(headers, "--api-key")
-    if settings.api_key is None or has_key(settings.api_key, headers):
+        return _check_user(settings, path, headers, caller, control=control)
+    if has_key(settings.api_key, headers):
         return "operator" if control else "inference"
     may_infer = has_key(inference_key(settings), headers)
     if may_infer and _OPENAI.fullmatch(path):
         return "inference"
-    if control and _trusted(settings, headers, client):
+    if control and _trusted(settings, headers, caller):
         return "peer"
     if path in OPEN:
         return "anyone"
     problem = _INFERENCE_ONLY if may_infer else key_problem(headers)
     raise Unauthorized(f"{problem}; {_what_to_send(settings, control=control)}")
+
+
+def _check_user(
+    settings: Settings, path: str, headers: Mapping[str, str], caller: Caller, *, control: bool
+) -> Access:
+    """The access of a request to a server without a key; any key that it sends means nothing."""
+    check_not_forwarded(headers, "--api-key")
+    if is_own(caller.user):
+        return "operator" if control else "inference"
+    if _trusted(settings, headers, caller):
+        return "peer" if control else "inference"
+    if path in OPEN:
+        return "anyone"
+    if caller.user is None:
+        whose = (
+            "it cannot tell whose process sent this request (the connection is closed, does not "
+            "begin on this machine, or is of a user outside the server's user namespace)"
+        )
+    else:
+        whose = f"this request is from a process of {user_name(caller.user)}"
+    network = "::1/128" if ":" in settings.host else "127.0.0.1/32"
+    raise Unauthorized(
+        f"the server has no key, so it accepts only {own_users()}, and {whose}. Start the server "
+        "with --api-key KEY (or $HONE_API_KEY) and send that key, or with "
+        f"--trust-network {network} for all users of the machine."
+    )
 
 
 def may_load(settings: Settings, base_model: str) -> bool:
@@ -92,12 +133,13 @@ def may_load(settings: Settings, base_model: str) -> bool:
 
 
 def check_path(spec: ModelSpec) -> None:
-    """Refuse a base model that is a path, unless the request came with the server's key."""
+    """Refuse a base model that is a path, unless the request is an operator's."""
     base_model = canonical(spec.base_model)
     if access.get() == "peer" and is_path(base_model):
         message = (
             f"{base_model!r} is a path, and a path is taken only from a client with the "
-            "server's key. Name a model by its name, or send the key."
+            "server's key or, if it has none, of the server's user. Name a model by its name, or "
+            "send the key."
         )
         raise Unprocessable([FieldError(("base_model",), message)])
 
@@ -143,6 +185,19 @@ def check_advertised(settings: Settings) -> None:
         )
 
 
+def check_networks(settings: Settings) -> None:
+    """Raise ConfigError for a trusted network that consists of proxies."""
+    proxies = settings.forwarded_allow_ips
+    for network in settings.trust_network:
+        for proxy in proxies:
+            if network.version == proxy.version and network.subnet_of(proxy):  # pyright: ignore[reportArgumentType] - of one version
+                raise ConfigError(
+                    f"--trust-network {network}: --forwarded-allow-ips {proxy} names all of it as "
+                    "proxies, and a proxy is not trusted as a client. Name the addresses of the "
+                    "proxies alone, or leave one of the two options out."
+                )
+
+
 def inference_key(settings: Settings) -> str | None:
     """The key that is valid for the inference APIs only; None for a server without a key."""
     return None if settings.api_key is None else derive_inference_key(settings.api_key)
@@ -152,12 +207,16 @@ def _names(settings: Settings) -> Names:
     return Names(settings.host, settings.api_key is not None, settings.allowed_hosts)
 
 
-def _trusted(settings: Settings, headers: Mapping[str, str], client: str | None) -> bool:
+def _trusted(settings: Settings, headers: Mapping[str, str], caller: Caller) -> bool:
     """Whether the client's own address is in a trusted network."""
-    if forwarded(headers) and not settings.forwarded_allow_ips:
-        return False  # the address is the proxy's
-    address = ip(client or "")
-    return address is not None and any(address in network for network in settings.trust_network)
+    return is_peer(
+        caller.address,
+        caller.client,
+        headers,
+        claims=caller.claims,
+        networks=settings.trust_network,
+        proxies=settings.forwarded_allow_ips,
+    )
 
 
 def _what_to_send(settings: Settings, *, control: bool) -> str:

@@ -18,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import hone
-from hone.errors import BadRequest, Conflict, UnknownModel
+from hone.errors import BadRequest, Conflict, near_names
 from hone.server.respond import IN_ROLLOUT, add_dialect
 from hone.server.serving import ServedName
 from hone.server.state import State
 from hone.server.tokenizer import BaseTokenizer
+from hone.types import RunSpec
 from hone.wire.anthropic_response import COUNT, MESSAGES
 from hone.wire.openai_chat import read_json
 from hone.wire.openai_chat_response import CHAT, TEXT
@@ -67,11 +68,6 @@ def routes(state: State) -> APIRouter:
     _add_model_routes(router, state)
     _add_tokenizer_routes(router, state)
 
-    @router.get("/", tags=["vllm"])
-    async def root() -> dict[str, Any]:
-        """The name and version of this server."""
-        return {"name": "hone", "version": hone.__version__, "routes": "/openapi.json"}
-
     @router.get("/version", tags=["vllm"])
     async def version() -> dict[str, Any]:
         """The version of this server."""
@@ -92,29 +88,25 @@ def routes(state: State) -> APIRouter:
 
 
 def _add_model_routes(router: APIRouter, state: State) -> None:
-    def served_to(request: Request) -> list[ServedName]:
+    def scope_of(request: Request) -> tuple[RunSpec | None, dict[str, str]]:
         scope = RolloutScope.parse(request.headers, request.path_params.get("rollout_id"))
         try:
-            run = state.calls.run_of(scope.rollout)
+            return state.calls.run_of(scope.rollout), dict(scope.aliases)
         except Conflict:  # the run is closed; a request for an answer says so
-            run = None
-        return state.serving.served(run, dict(scope.aliases))
+            return None, dict(scope.aliases)
 
     async def models(request: Request) -> dict[str, Any]:
         """Every name that can be requested."""
-        served = await asyncio.to_thread(served_to, request)
+        scope = await asyncio.to_thread(scope_of, request)
+        served = await asyncio.to_thread(state.serving.served, *scope)
         entries = [_list_entry(name) for name in served]
         ids = {"first_id": served[0].id, "last_id": served[-1].id} if served else {}
         return {"object": "list", "data": entries, "has_more": False, **ids}
 
     async def model(name: str, request: Request) -> dict[str, Any]:
         """One name that can be requested."""
-        served = await asyncio.to_thread(served_to, request)
-        for entry in served:
-            if entry.id == name:
-                return _list_entry(entry)
-        names = ", ".join(entry.id for entry in served) or "nothing yet"
-        raise UnknownModel(f"no model called {name[:200]!r} is served. Served: {names}.")
+        scope = await asyncio.to_thread(scope_of, request)
+        return _list_entry(await asyncio.to_thread(state.serving.served_name, name, *scope))
 
     for prefix in ("", IN_ROLLOUT):
         for path, endpoint in (("/v1/models", models), ("/v1/models/{name:path}", model)):
@@ -172,10 +164,10 @@ def _body(kind: type[BaseModel]) -> dict[str, Any]:
 
 async def _tokenizer(state: State, model: str | None) -> tuple[BaseTokenizer, int]:
     if model is None:
-        served = await asyncio.to_thread(state.serving.served)
-        roots = list(dict.fromkeys(name.root for name in served))
+        named = await asyncio.to_thread(state.serving.roots)
+        roots = list(dict.fromkeys(named.values()))
         if len(roots) != 1:
-            names = ", ".join(roots) or "nothing yet"
+            names = near_names("", roots)
             raise BadRequest(f"model: missing, and more than one could be meant: {names}")
         (model,) = roots
     return await state.serving.tokenizer(model)

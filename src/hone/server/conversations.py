@@ -10,11 +10,13 @@ prompts than it meets. Only calls of the same weights are continued.
 """
 
 import hashlib
+import heapq
 import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hone.chat.bridge import Conversation, HashedMessages, RenderedCall, UnrenderedPrompt
@@ -22,6 +24,7 @@ from hone.chat.template import ChatTemplate
 from hone.server.tokenizer import BaseTokenizer
 from hone.store.calls import CallStore
 from hone.types import RecordedCall, RunSpec
+from hone.wire.rollout import without_attempt
 
 MAX_ROLLOUT_TOKENS = 16 * 2**20
 """Tokens of rollouts in memory; beyond, the least recently used are read from the store."""
@@ -34,6 +37,17 @@ MAX_TOKENS_OUTSIDE = 2 * 2**20
 
 Match = tuple[UnrenderedPrompt, dict[int | None, RecordedCall | None]]
 """A prompt to render, and by its source the call that it is stored as a continuation of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInRollout:
+    """Where a request stands among those of its rollout."""
+
+    index: int
+    """How many requests came before it."""
+    draw: int
+    """Its number in the rollout's seeds. A retry of a request whose answer was not received has the
+    number of that request, so that it draws the same answer."""
 
 
 class _ModelHistory(Conversation):
@@ -86,20 +100,43 @@ class RolloutHistory:
         self._by_weights: dict[str, _ModelHistory] = {}
         self._stored: list[RecordedCall] | None = None
         self._next = 0
+        self._next_draw = 0
+        self._released_draws: list[int] = []
+        """A heap."""
+        self._unconfirmed: tuple[list[int], int] | None = None
+        """Prompt and draw of the last call in the store: the server may have died before its client
+        received the answer. None as soon as another request came."""
 
     @property
     def tokens(self) -> int:
         return sum(history.tokens for history in list(self._by_weights.values()))
 
-    def next_index(self) -> int:
-        """The index of a request in its rollout; 0 outside any.
+    def next_place(self, prompt_ids: list[int], *, retried: bool = False) -> PlaceInRollout:
+        """The place of a request in its rollout; always the first outside any.
+
+        `retried`: the client says that it sends the request again. It may retry because it was
+        refused, so only the first request after a restart can stand for the last call in the store.
 
         Called once per request, on the event loop, after `match` or `load`. Takes no lock: the loop
         would wait for a thread that reads the rollout's calls from the disk.
         """
-        index = self._next
-        self._next += bool(self.rollout)
-        return index
+        if not self.rollout:
+            return PlaceInRollout(0, 0)
+        if self._released_draws:
+            draw = heapq.heappop(self._released_draws)
+        elif retried and self._unconfirmed is not None and self._unconfirmed[0] == prompt_ids:
+            draw = self._unconfirmed[1]
+        else:
+            draw = self._next_draw
+            self._next_draw += 1
+        self._unconfirmed = None
+        self._next += 1
+        return PlaceInRollout(self._next - 1, draw)
+
+    def release(self, place: PlaceInRollout) -> None:
+        """Let the next request draw as this one did, whose client got no answer."""
+        if self.rollout:
+            heapq.heappush(self._released_draws, place.draw)
 
     def match(
         self,
@@ -148,6 +185,10 @@ class RolloutHistory:
             if self._stored is None:
                 self._stored = calls.rollout(self.rollout) if self.rollout else []
                 self._next = max((call.index + 1 for call in self._stored), default=0)
+                answered = {c.index: c.call.prompt_ids for c in self._stored if not c.abandoned}
+                self._next_draw = len(answered)
+                if answered:
+                    self._unconfirmed = (answered[max(answered)], self._next_draw - 1)
 
     def _of_weights(self, tokenizer: BaseTokenizer) -> _ModelHistory:
         key = tokenizer.weights_sha256
@@ -196,12 +237,14 @@ class Conversations:
                 del self._histories[rollout]
 
 
-def request_seed(run: RunSpec | None, rollout: str, index: int) -> int:
+def request_seed(run: RunSpec | None, rollout: str, draw: int) -> int:
     """The seed of a rollout's request, whatever seed its client sent.
 
     Equal seeds in an agent's code must not make equal rollouts. The run's name is no part of it:
-    two runs with one seed draw alike.
+    two runs with one seed draw alike. The attempt is no part of it either: a rollout that is run
+    again draws the same answers.
     """
-    seed, own = (0, rollout) if run is None else (run.seed, rollout.removeprefix(f"{run.id}:"))
-    text = f"{seed} {own} {index}"
+    own = without_attempt(rollout)
+    seed, own = (0, own) if run is None else (run.seed, own.removeprefix(f"{run.id}:"))
+    text = f"{seed} {own} {draw}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

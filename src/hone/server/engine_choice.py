@@ -38,6 +38,7 @@ from hone.logs import say, show
 from hone.models.card import CardPlan, Needs, foreign_advice, memory_advice, needs_of, plan_card
 from hone.models.find import find
 from hone.models.shape import check_targets
+from hone.owned import make_owned, remove_owned
 from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.settings import Settings
 from hone.store.models import ModelStore
@@ -370,8 +371,10 @@ class EngineChoice:
         root = self._settings.root.absolute() / "engines"
         for other in root.glob("*"):
             if not other.name.startswith(f"{os.getpid()}-"):
-                shutil.rmtree(other, ignore_errors=True)
-        return root / f"{os.getpid()}-{next(self._numbers)}"
+                remove_owned(other)
+        directory = root / f"{os.getpid()}-{next(self._numbers)}"
+        make_owned(directory)
+        return directory
 
     @contextmanager
     def _started(self, base_model: str, plan: str, process: VllmProcess) -> Iterator[None]:

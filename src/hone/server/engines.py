@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from hone.errors import EngineError, Unavailable
+from hone.inference.background import in_own_thread
 from hone.inference.base import Engine, EngineStats
 from hone.logs import log, say, write_output
 from hone.server.adapters import Adapters
@@ -33,6 +34,9 @@ from hone.server.tokenizer import BaseTokenizer
 STEADY_S = 60.0
 """Earlier failures of an engine are forgotten after it has worked for this long."""
 
+MAX_RENDERING = 4
+"""Prompts of one base model that are rendered at the same time; its own template renders one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Base(BaseTokenizer):
@@ -40,6 +44,8 @@ class Base(BaseTokenizer):
 
     engine: Engine
     adapters: Adapters
+    rendering: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDERING))
+    """Limits the threads that render its prompts: with a slow template, it would use up all."""
 
 
 @dataclass(slots=True)
@@ -92,7 +98,7 @@ class Engines:
 
     async def tokenizer(self, base_model: str) -> BaseTokenizer:
         """The tokenizer and chat template of a base model; its weights are not loaded."""
-        load = lambda: asyncio.to_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
+        load = lambda: in_own_thread(BaseTokenizer.load, base_model, self._settings.root)  # noqa: E731
         # Shielded, here and below: a client that disconnects must not cancel the load for all.
         return await asyncio.shield(shared_task(self._tokenizers, base_model, load))
 
@@ -282,7 +288,7 @@ class Engines:
     async def _open_or_close(self, base_model: str) -> Engine:
         """An engine; asleep if a pause began while it was opened."""
         engine, usage = (
-            await asyncio.to_thread(self._open_engine, base_model),
+            await in_own_thread(self._open_engine, base_model),
             self._usage_of(base_model),
         )
         usage.switch(asleep=False)  # the one before may have slept

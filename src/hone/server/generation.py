@@ -5,25 +5,27 @@ Out:  tokens as they are sampled; every choice recorded when the last one has en
 
 The calls are committed before `run` returns, and the last byte is sent only then, so every response
 that a client received completely is recorded. If the client disconnects or the engine fails,
-sampling stops, and the tokens so far are recorded as abandoned; they are never trained.
+sampling stops, and the tokens so far are recorded as abandoned; they are never trained. A client that
+reads slowly does not slow down its engine: what it has not read waits here.
 """
 
+import asyncio
 import logging
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.reply import Delta, Reply
 from hone.chat.template import Parser
 from hone.inference.base import FinishReason, SampledToken, Sampling
 from hone.logs import say
-from hone.server.conversations import RolloutHistory
+from hone.server.conversations import PlaceInRollout, RolloutHistory
 from hone.server.holds import Hold
 from hone.server.serving import Policy
 from hone.server.state import State
@@ -49,6 +51,8 @@ class RequestContext:
     """Size of the body, which decides where the prompt is tokenized."""
     prompt_key: str = "messages"
     """The key of the body that contains the prompt."""
+    retried: bool = False
+    """Whether the client says that it sends the request again."""
 
     @property
     def max_length(self) -> int:
@@ -108,8 +112,16 @@ class Choice:
         return [] if closed else self._parser.close()
 
 
-Send = Callable[[Choice, Sequence[SampledToken]], Awaitable[None]]
-"""Sends what new tokens add to a choice."""
+class Output(Protocol):
+    """Where new tokens go while a request is answered."""
+
+    def add(self, choice: Choice, tokens: Sequence[SampledToken]) -> None:
+        """Send what new tokens add to a choice; does not wait for the client."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until the client has read what was sent so far."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -118,8 +130,7 @@ class Generation:
 
     context: RequestContext
     prompt: NextPrompt
-    index: int
-    """Index of the request in its rollout."""
+    place: PlaceInRollout
     sampling: Sampling
     make_parser: Callable[[str], Parser]
     """Makes the parser of one choice from the id of its call."""
@@ -149,12 +160,15 @@ class Generation:
         """The call whose ids the prompt begins with."""
         return self.parent if self.prompt.outcome == "bridged" else None
 
-    async def run(self, send: Send | None = None) -> None:
-        """Sample all choices and send new tokens; returns when every choice is recorded."""
+    async def run(self, out: Output | None = None) -> None:
+        """Sample all choices and send new tokens; returns when every choice is recorded.
+
+        The engine has the request until the last token is sampled, however slowly the client reads.
+        """
         policy = self.context.policy
         try:
             stream: Any = policy.base.engine.generate(
-                self.prompt.ids, self.sampling, policy.adapter, stream=send is not None
+                self.prompt.ids, self.sampling, policy.adapter, stream=out is not None
             )
             engines, name = self.context.state.serving.engines, policy.base.name
             # An engine aborts its request when the stream is closed early.
@@ -164,12 +178,22 @@ class Generation:
                         choice = self.choices[delta.sample]
                         choice.tokens += delta.tokens
                         choice.finish, choice.stop = delta.finish, delta.stop
-                        if send is not None:
-                            await send(choice, delta.tokens)
+                        if out is not None:
+                            out.add(choice, delta.tokens)
+            if out is not None:
+                await out.drain()
             await self._record(abandoned=False)
-        except BaseException:
+        except BaseException as error:
+            has_begun = out is not None and any(choice.tokens for choice in self.choices)
+            # A client that leaves a stream has read enough; asked again, it wants another answer.
+            if not (has_begun and isinstance(error, asyncio.CancelledError)):
+                self.draw_again()
             await self._record(abandoned=True)
             raise
+
+    def draw_again(self) -> None:
+        """Let the client's retry draw the answer that it did not receive, recorded or not."""
+        self.context.history.release(self.place)
 
     async def _record(self, *, abandoned: bool) -> None:
         """Record the calls, even if the client disconnects meanwhile."""
@@ -215,7 +239,7 @@ class Generation:
         return RecordedCall(
             id=choice.id,
             rollout=scope.rollout,
-            index=self.index,
+            index=self.place.index,
             choice=choice.index,
             model=policy.model,
             asked=policy.name,

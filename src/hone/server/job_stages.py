@@ -8,10 +8,12 @@ not depend on the jobs before it.
 
 A job fails only because of its own contents. When the disk is full or fails, the job goes back to
 the queue, and the attempt is not counted. When a learner or an engine dies, it is replaced and the
-job is retried. A change of state that the disk refuses is kept in memory and written as soon as the
-disk works again, so that no job is left in a state in which it makes no progress.
+job is retried. A change of state or an event that the disk refuses, or that another process's lock on
+the state file prevents, is kept in memory and written as soon as that works, so that no job is left
+in a state in which it makes no progress, and none learns twice.
 """
 
+import logging
 import math
 import shutil
 import threading
@@ -30,7 +32,9 @@ from hone.errors import (
     DiskFull,
     EngineFailed,
     LearnerDied,
+    NotFound,
     StateError,
+    StorageError,
     Unavailable,
     Unreachable,
 )
@@ -45,7 +49,7 @@ from hone.server.tokenizer import BaseTokenizer
 from hone.store.checkpoints import Checkpoint, Checkpoints
 from hone.store.failpoints import failpoint
 from hone.store.jobs import FINAL, JobStore, Pin
-from hone.store.models import ModelRecord
+from hone.store.models import ModelRecord, ModelStore
 from hone.types import Failure, JobInfo, JobState, ModelSpec
 
 PROGRESS_S = 0.1
@@ -61,18 +65,24 @@ class JobStages:
     """The blocking stages of a server's jobs. Call them from a thread."""
 
     jobs: JobStore
+    models: ModelStore
     checkpoints: Checkpoints
     choice: EngineChoice
     metrics: Metrics
     _writing_first: threading.Lock = field(default_factory=threading.Lock)
+    _taken: dict[str, float] = field(default_factory=dict[str, float])
+    """When each running job was taken, by the monotonic clock."""
 
     # ---- start ------------------------------------------------------------------------------
 
     def newest(self, record: ModelRecord, tokenizer: BaseTokenizer) -> Checkpoint:
-        """The newest step; if there is none, step 0, initialized from the model's seed."""
+        """The newest step; if there is none, step 0, initialized from the model's seed.
+
+        Raises NotFound if the model was deleted meanwhile: a new one of its name must not get its step.
+        """
         with self._writing_first:
             newest = self.checkpoints.newest(record.key)
-            return newest or self._save_first(record.spec, tokenizer)
+            return newest or self._save_first(self.models.get(record.key).spec, tokenizer)
 
     def _save_first(self, spec: ModelSpec, tokenizer: BaseTokenizer) -> Checkpoint:
         """Save step 0: a new adapter, which has no effect yet, and an empty optimizer state."""
@@ -130,6 +140,12 @@ class JobStages:
         )
         return Pin(newest.step, newest.sha256, dtype=dtype, row_tokens=most)
 
+    def take(self, job_id: str, pin: Pin | None) -> JobInfo:
+        """Mark a job as running."""
+        job = self.jobs.take(job_id, pin)
+        self._taken[job_id] = time.monotonic()
+        return job
+
     # ---- learn and save ---------------------------------------------------------------------
 
     def learn(
@@ -141,7 +157,7 @@ class JobStages:
     ) -> dict[str, Any]:
         """Train the job from its base; `check_cancelled` raises before any micro-batch to end it."""
         check_cancelled()
-        sha256 = learner.load(base.path)
+        sha256 = learner.load(base.path, optimizer=base.has_optimizer)
         if sha256 != base.sha256:
             raise StateError(
                 f"{base.path}: the learner read an adapter with hash {sha256[:16]}, the manifest "
@@ -167,6 +183,12 @@ class JobStages:
         if "learn/oldest_call_step" in metrics:
             metrics["learn/staleness"] = base.step - metrics["learn/oldest_call_step"]
         notes = list(learner.info.notes) if learner.info else []
+        if not base.has_optimizer:
+            notes.append(
+                f"step {base.step} had lost the state of its optimizer (keep_optimizer_steps), so this "
+                "job began with a fresh one"
+            )
+            say(notes[-1], level=logging.WARNING, job=job.id, model=job.model)
         learned = {"metrics": metrics, "reason": result["reason"], "notes": notes}
         self.jobs.emit(job.id, "learned", learned)
         return {**result, "metrics": metrics}
@@ -234,7 +256,8 @@ class JobStages:
         failpoint("job/before-done")
         reason = result["reason"] or None
         metrics = {**job.metrics, **result["metrics"]}
-        self._end(job, "done", step=step, metrics=metrics, reason=reason)
+        # Remembered: a crash before it is written does not undo it. The next start finds the step.
+        self._end(job, "done", remember=True, step=step, metrics=metrics, reason=reason)
         failpoint("job/after-done")
         if step is not None:
             self.metrics.step.labels(job.model).set(step)
@@ -249,7 +272,11 @@ class JobStages:
         try:
             if job is None:
                 return part.fail(error)
-            return self._fail_or_requeue(part, self.jobs.get(job.id), error, closing=closing)
+            try:
+                job = self.jobs.get(job.id)
+            except NotFound:  # deleted with its model
+                return 0.0
+            return self._fail_or_requeue(part, job, error, closing=closing)
         except Exception as another:  # noqa: BLE001  the loop must go on; the job is retried
             return part.fail(another)
 
@@ -260,6 +287,8 @@ class JobStages:
             return 0.0
         uncounted = {"attempts": job.attempts - (job.state == "running")}
         cancelled = isinstance(error, Cancelled) or job.cancel_requested
+        if cancelled and self._is_promoted(job):  # its step is the newest: too late to cancel it
+            cancelled = False
         if closing:  # its learner was closed; the next start uses what it saved
             self.jobs.move(job.id, "queued", remember=True, **uncounted)
             return 0.0
@@ -283,9 +312,19 @@ class JobStages:
         self._end(job, "failed", remember=True, failure=failure)
         return 0.0
 
+    def _is_promoted(self, job: JobInfo) -> bool:
+        if job.base_step is None:
+            return False
+        try:
+            saved = self.checkpoints.of_job(job.key, job.id, job.base_step + 1)
+        except StorageError:  # unknown for now: a later attempt decides
+            return True
+        return saved is not None and saved.proved
+
     def _end(self, job: JobInfo, state: JobState, **fields: Any) -> None:
         job = self.jobs.move(job.id, state, **fields)
-        took_s = (job.ended_at or 0.0) - (job.started_at or job.created_at)
+        now = time.monotonic()
+        took_s = now - self._taken.pop(job.id, now)
         self.metrics.jobs.labels(state).inc()
         self.metrics.queued.set(sum(self.jobs.waiting().values()))
         self.metrics.job_s.observe(took_s)

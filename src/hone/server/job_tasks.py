@@ -52,8 +52,12 @@ class Head:
     groups: int
     trajectories: int
     sha256: str
-    """Hash of the whole request, without its idempotency key."""
+    """VERSION:HASH of the whole request, without its idempotency key."""
 
+
+DIGEST_VERSION = 1
+"""Incremented with every change of what is hashed. A resumed run sends its last request again, and a
+newer server must not take that for another request."""
 
 _in_worker = Parsed()
 
@@ -87,10 +91,11 @@ def read(
 
 
 def _digest(request: JobRequest | TrainRequest | LogRequest) -> str:
+    """Defaults are left out: a field that a later version adds does not change the hash."""
     json_text(getattr(request, "idempotency_key", None), ("idempotency_key",))
-    fields = request.model_dump(exclude={"idempotency_key"})
+    fields = request.model_dump(exclude={"idempotency_key"}, exclude_defaults=True)
     text = json_text(fields, (_groups_field(request),), allow_nan=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f"{DIGEST_VERSION}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _groups_field(request: JobRequest | TrainRequest | LogRequest) -> str:

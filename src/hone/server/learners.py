@@ -6,17 +6,22 @@ Out:  a loaded LearnerProcess
 A learner takes seconds to load, so it is launched when its model is prepared, in parallel with the
 engine and at a low priority. It is kept between jobs. A learner that dies while it has no job is
 replaced at once; one that has been idle for long is closed.
+
+Learners on one GPU run one after the other, because each plans with all memory that vLLM leaves. The
+jobs take turns in the order in which they come, and a turn begins by closing the learners of other
+base models on that GPU: only the end of a process frees all of its memory.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from hone.errors import Cancelled, LearnerDied
+from hone.inference.background import in_own_thread
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.logs import log, say
 from hone.models.card import CONTEXT
@@ -61,6 +66,15 @@ class _Slot:
     """The GPU that it was launched on."""
 
 
+@dataclass(slots=True, eq=False)
+class _Turns:
+    """Whose turn it is on one GPU."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """First come, first served."""
+    base_model: str = ""
+
+
 class Learners:
     """Learners by base model, at most one for each."""
 
@@ -71,6 +85,8 @@ class Learners:
         self._start_learner = start_learner
         self._choice = choice
         self._slots: dict[str, _Slot] = {}
+        self._turns: dict[int, _Turns] = {}
+        """By GPU."""
         self._closed = False
 
     def launch_ahead(self, tokenizer: BaseTokenizer) -> None:
@@ -78,6 +94,38 @@ class Learners:
         slot = self._slot(tokenizer)
         if slot.ahead is None and not self._closed:
             slot.ahead = asyncio.create_task(self._load_ahead(slot, tokenizer))
+
+    @asynccontextmanager
+    async def turn(
+        self, base_model: str, on_wait: Callable[[str], Awaitable[object]]
+    ) -> AsyncIterator[None]:
+        """The GPU of a base model's learner for this learner alone, while the block runs.
+
+        `on_wait` gets the reason if the block has to wait. On a CPU it never has to.
+        """
+        gpu = (await in_own_thread(self._choice.gpus, base_model)).trainer
+        if gpu is None:
+            yield
+            return
+        turns = self._turns.setdefault(gpu, _Turns())
+        if turns.lock.locked():
+            await on_wait(
+                f"GPU {gpu} is used by the learner of {turns.base_model!r}; learners on one GPU run "
+                "one after the other. trainer_gpu_ids in engine_args names another GPU."
+            )
+        async with turns.lock:
+            turns.base_model = base_model
+            await self._close_others(gpu, base_model)
+            yield
+
+    async def _close_others(self, gpu: int, base_model: str) -> None:
+        for name, slot in list(self._slots.items()):
+            there = slot.gpu is not None and slot.gpu.number == gpu
+            if name == base_model or not there or slot.learner is None:
+                continue
+            async with slot.launching:
+                await self._drop(slot, deadline_s=10.0)
+            say("learner closed: another one trains on its GPU", base_model=name, gpu=gpu)
 
     @asynccontextmanager
     async def borrow(
@@ -94,7 +142,7 @@ class Learners:
             learner = await self._launched(slot, tokenizer, gives_way=False)
             try:
                 async with waiting:
-                    info = await asyncio.to_thread(learner.ready)
+                    info = await in_own_thread(learner.ready)
             except Cancelled:
                 await self._drop(slot)
                 raise
@@ -134,7 +182,7 @@ class Learners:
         self._closed = True
         for slot in self._slots.values():
             if slot.learner is not None:
-                await asyncio.to_thread(slot.learner.close)
+                await in_own_thread(slot.learner.close)
         ahead = [slot.ahead for slot in self._slots.values() if slot.ahead is not None]
         # These tasks close what they have just launched.
         await asyncio.gather(*ahead, return_exceptions=True)
@@ -144,12 +192,12 @@ class Learners:
 
     async def _load_ahead(self, slot: _Slot, tokenizer: BaseTokenizer) -> None:
         try:
-            if not await asyncio.to_thread(fits_beside_engine, tokenizer, self._choice):
+            if not await in_own_thread(fits_beside_engine, tokenizer, self._choice):
                 return
             learner = await self._launched(slot, tokenizer, gives_way=True)
             if not self._closed:
                 say("its learner loads ahead of the first job", base_model=tokenizer.name)
-                await asyncio.to_thread(learner.ready)
+                await in_own_thread(learner.ready)
                 slot.died = None
         except Exception as error:  # noqa: BLE001  whatever it is: the first job meets it again
             text = "no learner could be launched ahead; the first job tries it"
@@ -160,20 +208,20 @@ class Learners:
     ) -> LearnerProcess:
         """The learner, which may still be loading."""
         async with slot.launching:
-            gpu = await asyncio.to_thread(LearnerGpu.of, self._choice, tokenizer.name)
+            gpu = await in_own_thread(LearnerGpu.of, self._choice, tokenizer.name)
             # Another GPU, or another share of it: a model with other engine_args was registered.
             outdated = slot.learner is not None and (not slot.learner.alive or slot.gpu != gpu)
             if outdated and not self._closed:  # one that was closed is not replaced
                 await self._drop(slot)
             if slot.learner is None:
-                slot.learner = learner = await asyncio.to_thread(
+                slot.learner = learner = await in_own_thread(
                     self._launch, tokenizer, gpu, gives_way=gives_way
                 )
                 slot.gpu = gpu
                 slot.used_at = time.monotonic()
                 self._watch(slot, learner, tokenizer)
                 if self._closed:  # `close` ran while it was launched
-                    await asyncio.to_thread(slot.learner.close)
+                    await in_own_thread(slot.learner.close)
             return slot.learner
 
     def _launch(
@@ -218,7 +266,7 @@ class Learners:
     async def _drop(self, slot: _Slot, deadline_s: float = 0.0) -> None:
         learner, slot.learner = slot.learner, None
         if learner is not None:
-            await asyncio.to_thread(learner.close, deadline_s=deadline_s)
+            await in_own_thread(learner.close, deadline_s=deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

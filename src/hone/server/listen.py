@@ -5,7 +5,8 @@ Out:  a bound socket; AppServer, which signals when it accepts; the URL of an ap
 
 A server without free file descriptors can neither accept connections nor open its own files. So the
 process's limit is raised, connections beyond `max_connections` are closed as soon as they are
-accepted, and a connection whose request does not arrive completely is closed after a timeout.
+accepted, and a connection whose request does not arrive completely, or whose client does not read the
+response, is closed after a timeout.
 """
 
 import asyncio
@@ -97,6 +98,14 @@ class _Protocol(TimedProtocol):
             transport.write(_REFUSAL % (len(_FULL), _FULL))
             transport.close()
 
+    def stop_writing(self, unread: int) -> None:
+        say(
+            "a connection is closed: its client does not read the response",
+            write_timeout_s=self.write_timeout_s,
+            unread_bytes=unread,
+        )
+        super().stop_writing(unread)
+
 
 class AppServer(uvicorn.Server):
     """A uvicorn server that signals when it accepts, and installs no signal handlers."""
@@ -105,6 +114,7 @@ class AppServer(uvicorn.Server):
         proxies = settings.forwarded_allow_ips
         limits = {
             "header_timeout_s": settings.header_timeout_s,
+            "write_timeout_s": settings.write_timeout_s,
             "max_connections": settings.max_connections,
         }
         config = uvicorn.Config(

@@ -9,8 +9,13 @@ its rollout, so refused requests do not change the seeds of later ones.
 """
 
 import asyncio
+import contextvars
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.constraint import answer_constraint, plain_constraint
@@ -20,12 +25,19 @@ from hone.chat.tool_choice import ToolChoice
 from hone.errors import BadRequest, GrammarError
 from hone.inference.base import Constraint, Sampling
 from hone.server.chat_tasks import render, too_long
-from hone.server.conversations import Match, request_seed
+from hone.server.conversations import Match, PlaceInRollout, request_seed
+from hone.server.engines import Base
 from hone.server.generation import Generation, RequestContext
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import RecordedCall
 from hone.wire.base import Request
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
+
+T = TypeVar("T")
+
+_TEMPLATES = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hone-template")
+"""Renders templates that came with a model. Its own threads: a slow template must not use up those
+that read the disk for every other request. A base model uses a few of them (`Base.rendering`)."""
 
 
 async def prepare_chat(
@@ -42,20 +54,24 @@ async def prepare_chat(
         )
     stop = choice.stop if constraint is None else ()
     param = "tools" if output is None else output.param
-    sampling, index = await _sampling(
-        context, request, max_tokens, template, constraint, param, stop
+    sampling, place = await _sampling(
+        context, request, prompt.ids, max_tokens, template, constraint, param, stop
     )
-    kwargs = request.chat_template_kwargs or {}
-    ignored = [f"chat_template_kwargs.{key}" for key in template.renderer.ignored if key in kwargs]
+    ignored = [*dialect_request.unused_keys]
+    ignored += request.unused_in_template(template.renderer.ignored)
     ignored += ["tools.strict"] if choice.ignores_strict else []
     return Generation(
         context=context,
         prompt=prompt,
         parent=parent,
-        index=index,
+        place=place,
         sampling=sampling,
         make_parser=lambda call: template.parser(
-            prompt_ids=prompt.ids, tools=choice.tools, stop=request.stop, seed=call
+            prompt_ids=prompt.ids,
+            tools=choice.tools,
+            stop=request.stop,
+            stop_ids=request.stop_token_ids,
+            seed=call,
         ),
         fingerprint=tokenizer.fingerprint,
         messages=request.messages,
@@ -73,18 +89,22 @@ async def prepare_completion(context: RequestContext, request: CompletionRequest
     output = request.output_format
     constraint = None if output is None else await asyncio.to_thread(plain_constraint, output)
     param = "" if output is None else output.param
-    sampling, index = await _sampling(
-        context, request, max_tokens, base.template, constraint, param
+    sampling, place = await _sampling(
+        context, request, prompt.ids, max_tokens, base.template, constraint, param
     )
     return Generation(
         context=context,
         prompt=prompt,
-        index=index,
+        place=place,
         sampling=sampling,
         make_parser=lambda call: StreamParser(
-            base.template.decoder(), stop_ids=base.template.stop_ids, stop=request.stop, seed=call
+            base.template.decoder(),
+            stop_ids=(*base.template.stop_ids, *request.stop_token_ids),
+            stop=request.stop,
+            seed=call,
         ),
         fingerprint=base.fingerprint,
+        not_applicable=[*request.unused_keys],
     )
 
 
@@ -104,7 +124,7 @@ async def _chat_prompt(
 ) -> tuple[BaseTokenizer, ToolChoice, NextPrompt, RecordedCall | None]:
     """Also returns the call that the prompt is stored as a continuation of."""
     calls = context.state.calls
-    kwargs = {**context.spec("chat_template_kwargs", {}), **(request.chat_template_kwargs or {})}
+    kwargs = {**context.spec("chat_template_kwargs", {}), **request.template_kwargs}
 
     def match() -> tuple[BaseTokenizer, ToolChoice, Match, NextPrompt | None]:
         day = None if context.run is None else calls.opened_on(context.run)
@@ -121,9 +141,12 @@ async def _chat_prompt(
         prompt = None if large else render(tokenizer, matched[0], limit, context.prompt_key)
         return tokenizer, choice, matched, prompt
 
+    template = context.policy.base.template
     # Other template arguments, or another date, may load another variant of the template.
-    dated = context.run is not None and context.policy.base.template.renderer.prints_date
-    if context.size == "small" and not (kwargs or dated) and context.history.is_loaded(calls):
+    dated = context.run is not None and template.renderer.prints_date
+    if template.foreign or kwargs or dated:
+        matched = await _in_template_thread(context.policy.base, match)
+    elif context.size == "small" and context.history.is_loaded(calls):
         matched = match()
     else:
         matched = await asyncio.to_thread(match)
@@ -133,6 +156,21 @@ async def _chat_prompt(
             render, tokenizer, unrendered, limit, context.prompt_key
         )
     return tokenizer, choice, prompt, parents[prompt.source]
+
+
+async def _in_template_thread(base: Base, function: Callable[[], T]) -> T:
+    """The result of a function that may render the base model's own template."""
+    await base.rendering.acquire()
+    loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+    future = _TEMPLATES.submit(run, function)
+
+    def release(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(base.rendering.release)
+
+    # With the thread and not with the request, which may be cancelled before.
+    future.add_done_callback(release)
+    return await asyncio.wrap_future(future)
 
 
 async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -> NextPrompt:
@@ -165,13 +203,14 @@ def _max_tokens(
 async def _sampling(
     context: RequestContext,
     request: ChatRequest | CompletionRequest,
+    prompt_ids: list[int],
     max_tokens: int,
     template: ChatTemplate,
     constraint: Constraint | None,
     param: str,
     stop: tuple[str, ...] = (),
-) -> tuple[Sampling, int]:
-    """The settings of a request, which the engine accepts, and its index in the rollout.
+) -> tuple[Sampling, PlaceInRollout]:
+    """The settings of a request, which the engine accepts, and its place in the rollout.
 
     `param` is the key that set the constraint. Inside a rollout the server's own seed is used, or
     none if the engine's answers do not repeat with equal seeds: vLLM samples requests with a seed
@@ -182,6 +221,20 @@ async def _sampling(
     if context.scope.temperature is not None:
         temperature = effective_temperature(context.scope.temperature)
     penalty = request.repetition_penalty
+    context.policy.base.check_ids(request.stop_token_ids, "stop_token_ids")
+    if request.min_tokens and (stop or constraint is not None):
+        raise BadRequest(
+            "min_tokens: not together with a tool choice that ends or constrains the answer; leave "
+            "one out",
+            param="min_tokens",
+            code="unsupported_parameter",
+        )
+    if (request.min_tokens or 0) > max_tokens:
+        raise BadRequest(
+            f"min_tokens: {request.min_tokens} is more than the {max_tokens} tokens that the answer "
+            "may have; lower it",
+            param="min_tokens",
+        )
     sampling = Sampling(
         n=request.n or 1,
         max_tokens=max_tokens,
@@ -191,7 +244,8 @@ async def _sampling(
         min_p=request.min_p or 0.0,
         seed=request.seed,
         stop=(*request.stop, *stop),
-        stop_ids=template.stop_ids,
+        stop_ids=tuple(dict.fromkeys((*template.stop_ids, *request.stop_token_ids))),
+        min_tokens=request.min_tokens or 0,
         top_logprobs=request.alternatives,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -203,11 +257,11 @@ async def _sampling(
         await engine.check(sampling)
     except GrammarError as error:
         raise BadRequest(f"{param}: {error}", param=param) from None
-    index = context.history.next_index()
+    place = context.history.next_place(prompt_ids, retried=context.retried)
     if rollout:
-        seed = request_seed(context.run, rollout, index) if engine.repeatable else None
+        seed = request_seed(context.run, rollout, place.draw) if engine.repeatable else None
         sampling = replace(sampling, seed=seed)
-    return sampling, index
+    return sampling, place
 
 
 def wants_logprobs(context: RequestContext, request: ChatRequest | CompletionRequest) -> bool:

@@ -16,7 +16,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hone.chat.bridge import HashedMessages
-from hone.errors import HoneError
+from hone.errors import HoneError, Unavailable
 from hone.inference.base import SampledToken
 from hone.logs import log
 from hone.server.bodies import PlainRoute
@@ -55,6 +55,9 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
 ]
 
+_RETRIES = "x-stainless-retry-count"
+"""Sent by the clients of OpenAI and Anthropic; 0 in the first request."""
+
 IN_ROLLOUT = "/rollout/{rollout_id}"
 """Base path of a rollout's API; every dialect's routes also exist under it."""
 
@@ -64,6 +67,10 @@ HOLD = "hone.hold"
 SMALL_BYTES = 8 * 2**10
 """Bodies up to this size are tokenized on the event loop, which takes a millisecond or two; handing
 one to a thread costs a good part of that."""
+
+MAX_UNSENT_BYTES = 16 * 2**20
+"""Events that wait for a client that reads slower than its engine samples; with more, its request
+ends with an error."""
 
 Resume = Callable[[Any], Any]
 """Adds the messages of an earlier request, if the request refers to one. Blocking."""
@@ -166,6 +173,7 @@ async def admitted(
                 run=run,
                 size=size,
                 prompt_key=dialect.prompt_key,
+                retried=request.headers.get(_RETRIES, "0") != "0",
             )
 
 
@@ -190,12 +198,16 @@ async def _respond(
         logprobs = _LogprobWriter(context, sampling) if wanted else None
         writer = dialect.writer(request, _head(generation))
         if sampling.stream:
-            out = EventStream(send, named=dialect.named_events)
-            await _stream(generation, writer, logprobs, out, path=scope["path"])
+            async with EventStream(send, named=dialect.named_events) as out:
+                await _stream(generation, writer, logprobs, out, path=scope["path"])
             return
         await generation.run()
         response = write_json(writer.whole(_finished(generation, logprobs)))
-    await Response(response, media_type="application/json")(scope, receive, send)
+    try:
+        await Response(response, media_type="application/json")(scope, receive, send)
+    except BaseException:
+        generation.draw_again()
+        raise
 
 
 async def _stream(
@@ -207,14 +219,8 @@ async def _stream(
     path: str,
 ) -> None:
     """Generate, sending events; the last ones follow when every choice is recorded."""
-
-    async def send(choice: Choice, tokens: Sequence[SampledToken]) -> None:
-        entries = None if logprobs is None else logprobs.write(tokens)
-        if events := writer.delta(choice.index, choice.deltas(), entries):
-            await out.send(*events)
-
     try:
-        await generation.run(send)
+        await generation.run(_Deltas(out, writer, logprobs))
         # The log-probabilities were sent; a final response that repeats them gets them from its
         # writer.
         last = writer.end(_finished(generation, None))
@@ -224,8 +230,30 @@ async def _stream(
         log.error("a stream failed", exc_info=error, extra={"fields": {"path": path}})
         log_file = generation.context.state.settings.log_file
         last = writer.error(*error_response(error, log_file))
-    await out.send(*last)
+    out.send(*last)
     await out.end()
+
+
+class _Deltas:
+    """Sends the tokens of a Generation as events."""
+
+    def __init__(
+        self, out: "EventStream", writer: AnswerWriter, logprobs: "_LogprobWriter | None"
+    ) -> None:
+        self.drain = out.drain
+        self._out = out
+        self._writer = writer
+        self._logprobs = logprobs
+
+    def add(self, choice: Choice, tokens: Sequence[SampledToken]) -> None:
+        if self._out.unsent_bytes > MAX_UNSENT_BYTES:
+            raise Unavailable(
+                f"the client has not read {self._out.unsent_bytes} bytes of its answer, and no more "
+                "are kept for it; read faster, or request less at once"
+            )
+        entries = None if self._logprobs is None else self._logprobs.write(tokens)
+        if events := self._writer.delta(choice.index, choice.deltas(), entries):
+            self._out.send(*events)
 
 
 def _head(generation: Generation) -> AnswerHead:
@@ -322,21 +350,80 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """Server-sent events over one ASGI response; the first event starts it."""
+    """Server-sent events over one ASGI response; the first event starts it.
+
+    A task writes them, so that sending does not wait for the client. Closing the stream before `end`
+    throws away what was not written.
+    """
 
     def __init__(self, send: Send, *, named: bool) -> None:
         """`named`: each event is named by its `type`."""
         self._send = send
         self._named = named
+        self._unsent = bytearray()
+        self._changed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._ending = False
+        self._writing: asyncio.Task[None] | None = None
         self.started = False
 
-    async def send(self, *events: Event) -> None:
-        if not self.started:
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that wait for the client."""
+        return len(self._unsent)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    def send(self, *events: Event) -> None:
+        if self._writing is None:
             self.started = True
-            start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
-            await self._send(start)
-        body = b"".join(write_event(event, named=self._named) for event in events)
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self._writing = asyncio.create_task(self._write())
+        elif self._writing.done():
+            self._writing.result()
+        for event in events:
+            self._unsent += write_event(event, named=self._named)
+        self._drained.clear()
+        self._changed.set()
+
+    async def drain(self) -> None:
+        """Wait until the client, or the network, has taken what was sent so far."""
+        if self._writing is not None:
+            drained = asyncio.create_task(self._drained.wait())
+            try:
+                await asyncio.wait([drained, self._writing], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                drained.cancel()
+            if self._writing.done():
+                self._writing.result()
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._ending = True
+        self._changed.set()
+        if self._writing is not None:
+            await self._writing
+
+    async def _write(self) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+        await self._send(start)
+        while True:
+            await self._changed.wait()
+            while self._unsent:
+                body = bytes(self._unsent)
+                self._unsent.clear()
+                await self._send_body(body)
+            if self._ending:
+                await self._send_body(b"", more=False)
+                return
+            await self._send_body(b"")  # uvicorn waits here for the reader, and writes nothing
+            if not self._unsent and not self._ending:
+                self._changed.clear()
+                self._drained.set()
+
+    async def _send_body(self, body: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})

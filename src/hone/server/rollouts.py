@@ -113,7 +113,9 @@ def routes(state: State) -> APIRouter:
     def open_run(spec: RunSpec) -> RunInfo:
         """Open a run, or reopen it; its calls are kept until it is closed."""
         if spec.model is not None:
-            state.models.find(spec.model)
+            # By its key: another project may register a model of the same name during the run.
+            model = str(state.models.find(spec.model).key)
+            spec = spec.model_copy(update={"model": model})
         for alias in spec.aliases:
             if (record := state.models.find_or_none(alias)) is not None:
                 raise Conflict(  # the alias would hide that model inside the run

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from hone.disk import storage, write_atomic
 from hone.errors import ServerError
+from hone.inference.background import in_own_thread
 from hone.inference.base import Engine
 from hone.lock import LockFile, LockHeld
 from hone.logs import OUTPUTS, say
 from hone.server.app import create_apps
-from hone.server.auth import check_advertised, ensure_key
+from hone.server.auth import check_advertised, check_networks, ensure_key
 from hone.server.gpus import check_device, unused_gpu
 from hone.server.listen import (
     AppServer,
@@ -39,6 +40,7 @@ from hone.server.state import State
 from hone.server.telemetry import start_logging, stop_logging
 from hone.store.database import make_root
 from hone.types import SERVER_ADDRESS
+from hone.wire.peers import own_users
 
 GC_THRESHOLD = 20_000
 """Garbage collector threshold. Every answer creates hundreds of objects, and almost none is part of a
@@ -66,6 +68,7 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
         owner.write_text(str(os.getppid()) if owned else "", encoding="utf-8")
         settings, fresh_key = ensure_key(settings)
     check_advertised(settings)
+    check_networks(settings)
     descriptors = raise_descriptor_limit()
     control = bind(settings.host, settings.port)
     inference = None
@@ -82,6 +85,9 @@ def serve(settings: Settings, *, echo: Callable[[str], None]) -> None:
     with storage(settings.log_file):
         start_logging(settings)
     gc.set_threshold(GC_THRESHOLD, 20, 10)
+    # For every Python that it starts, multiprocessing's too: others may be able to write to the
+    # working directory, and Python would import from it.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         asyncio.run(_serve(settings, control, inference, fresh_key, echo))
     finally:
@@ -138,7 +144,7 @@ async def _serve(
         # End streams that wait for a job: the server would wait for them.
         state.jobs.stop_waiting()
         closing.append(asyncio.create_task(state.service.close()))
-        closing.append(asyncio.create_task(asyncio.to_thread(choice.close)))
+        closing.append(asyncio.create_task(in_own_thread(choice.close)))
         for server in servers:
             server.should_exit = True
 
@@ -213,10 +219,10 @@ def banner(state: State, fresh_key: str | None) -> list[str]:
         lines.append(
             f"API key       {fresh_key}   (shown once; kept in {settings.root / 'api_key'})"
         )
-    lines += [
-        f"trusts        {network} without a key, on the training API"
-        for network in settings.trust_network
-    ]
+    if settings.api_key is None:
+        lines.append(f"accepts       {own_users()}, without a key")
+    where = ", on the training API" if settings.api_key else ""
+    lines += [f"trusts        {network} without a key{where}" for network in settings.trust_network]
     return [
         *lines,
         "",

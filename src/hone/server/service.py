@@ -3,12 +3,13 @@
 In:   queued jobs
 Out:  proved checkpoints, served; jobs in a final state, each with its result
 
-One job at a time per base model; jobs of different base models run side by side. The result of a
-job is a function of its checkpoint, groups and configuration: the learner, which is kept between
-jobs, loads the pinned checkpoint with its optimizer's state before each. So a job that a crash
-interrupted gives the same adapter, bit for bit, when it runs again. What was saved before the crash
-is not learned again: the checkpoint's manifest names the job, and holds what the proof needs.
-job_stages.py decides what happens to a job that fails.
+One job at a time per base model; jobs of different base models run side by side, unless their
+learners share a GPU: then they learn one after the other. The result of a job is a function of its
+checkpoint, groups and configuration: the learner, which is kept between jobs, loads the pinned
+checkpoint with its optimizer's state before each. So a job that a crash interrupted gives the same
+adapter, bit for bit, when it runs again. What was saved before the crash is not learned again: the
+checkpoint's manifest names the job, and holds what the proof needs. job_stages.py decides what happens
+to a job that fails.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from functools import partial
 from typing import Any
 
 from hone.errors import Cancelled, EngineError, NotProved, OutOfMemory, StorageError
+from hone.inference.background import in_own_thread
 from hone.inference.base import AdapterRef, Probe
 from hone.logs import say
 from hone.server.job_stages import JobStages
@@ -70,6 +72,8 @@ class _Loop:
     task: "asyncio.Task[None] | None" = None
     job: str | None = None
     """Id of the running job."""
+    waits_for: str | None = None
+    """Why that job does not run yet: another learner uses its GPU."""
     part: Part = field(default_factory=lambda: Part("training loop"))
     retry_at: dict[str, float] = field(default_factory=dict)
     """By job id: when a job that could not run is tried again. Other models' jobs run meanwhile."""
@@ -97,7 +101,7 @@ class TrainingService:
         self._metrics = metrics
         self._learners = Learners(settings, start_learner, serving.choice)
         self.close_idle = self._learners.close_idle
-        self._stages = JobStages(jobs, checkpoints, serving.choice, metrics)
+        self._stages = JobStages(jobs, models, checkpoints, serving.choice, metrics)
         self._loops: dict[str, _Loop] = {}
         self._probing: dict[str, asyncio.Task[Probe]] = {}
         """By job id: the engine's probe of the previous step, for the proof."""
@@ -146,14 +150,21 @@ class TrainingService:
             # Their jobs stay `running`, and are recovered at the next start.
             for task in late:
                 task.cancel()
+        try:
+            await asyncio.to_thread(self._jobs.write_pending)
+        except StorageError as error:  # on disk these jobs are running: the next start queues them
+            say("changes of jobs were not written", level=logging.WARNING, reason=str(error))
 
     def status(self) -> dict[str, Any]:
         """What the service does now, for /health."""
-        running = [loop.job for loop in self._loops.values() if loop.job is not None]
-        waiting = any(loop.part.reason for loop in self._loops.values())
+        loops = list(self._loops.values())
+        waiting = {loop.job: loop.waits_for for loop in loops if loop.job and loop.waits_for}
+        running = [loop.job for loop in loops if loop.job is not None and loop.job not in waiting]
+        waits = bool(waiting) or any(loop.part.reason for loop in loops)
         return {
-            "state": "training" if running else "waiting" if waiting else "idle",
+            "state": "training" if running else "waiting" if waits else "idle",
             "jobs": running,
+            **({"waiting": waiting} if waiting else {}),
             "queued": sum(self._jobs.waiting().values()),
         }
 
@@ -197,62 +208,68 @@ class TrainingService:
 
     async def _train(self, job: JobInfo) -> None:
         """One job, from the queue to its end."""
-        jobs, checkpoints, serving = self._jobs, self._checkpoints, self._serving
+        jobs, serving = self._jobs, self._serving
 
         # Take the job: it starts from the newest step, or from what an earlier attempt saved.
         # Loading comes after it, so that a load that exhausts memory counts as an attempt.
-        record = await asyncio.to_thread(self._models.find, job.model)
+        record = await asyncio.to_thread(self._models.get, job.key)
         newest, tokenizer = await self._newest(record)
-        checkpoint = await asyncio.to_thread(self._saved, job)
+        checkpoint = await asyncio.to_thread(self._saved, job, newest)
         pin = None
-        if checkpoint is None:
-            pin = await asyncio.to_thread(self._stages.pin, newest, record.spec, tokenizer)
-        job = await asyncio.to_thread(jobs.take, job.id, pin)
-        say("job started", job=job.id, model=job.model, base_step=job.base_step)
-        async with self._until_cancelled(job):
-            base = (await serving.resolve(str(record.key))).base
-
-        if checkpoint is None:
-            # Learn, and save.
-            checkpoint, result = await self._learn_and_save(job, newest, base, record)
+        async with AsyncExitStack() as learning:
             if checkpoint is None:
-                await asyncio.to_thread(self._stages.finish, job, None, result)
+                await self._take_turn(learning, job)
+                pin = await in_own_thread(self._stages.pin, newest, record.spec, tokenizer)
+            job = await asyncio.to_thread(self._stages.take, job.id, pin)
+            say("job started", job=job.id, model=job.model, base_step=job.base_step)
+            if checkpoint is not None and checkpoint.proved:
+                # The earlier attempt ended after it had promoted the step, on disk.
+                after = AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
+                await self._promote_and_finish(job, record, newest, checkpoint, after)
                 return
-
-        if not checkpoint.proved:
-            # Publish, beside the step that is served.
-            if job.id not in self._probing:  # an earlier attempt saved the step
-                self._probe_before(job, record, newest, checkpoint.manifest["movement"])
-            failpoint("job/before-publish")
             async with self._until_cancelled(job):
-                # Another engine, if the one from before learning failed meanwhile.
-                base = await serving.engines.base(job.base_model)
-                after = await serving.publish(record, checkpoint)
-            failpoint("job/after-publish")
-            held_s = base.engine.stats().held_s
-            self._metrics.held_s.set(held_s)
-            published = {"step": checkpoint.step, "held_s": held_s}
-            await asyncio.to_thread(jobs.emit, job.id, "published", published)
+                base = (await serving.resolve(str(record.key))).base
 
-            # Prove that the engine answers with what was learned.
-            await self._prove(job, base, checkpoint, after)
-            failpoint("job/after-prove")
+            if checkpoint is None:
+                # Learn, and save.
+                checkpoint, result = await self._learn_and_save(job, newest, base, record)
+                if checkpoint is None:
+                    await asyncio.to_thread(self._stages.finish, job, None, result)
+                    return
 
-            # Promote: from here on it is the newest step, on disk and in the engine, and the job
-            # is done, even if it is cancelled now.
-            checkpoint = await asyncio.to_thread(checkpoints.promote, checkpoint)
-            serving.promote(record, after, checkpoint.step)
-            failpoint("job/after-promote")
+        # Publish, beside the step that is served.
+        if job.id not in self._probing:  # an earlier attempt saved the step
+            self._probe_before(job, record, newest, checkpoint.manifest["movement"])
+        failpoint("job/before-publish")
+        async with self._until_cancelled(job):
+            # Another engine, if the one from before learning failed meanwhile.
+            base = await serving.engines.base(job.base_model)
+            after = await serving.publish(record, checkpoint)
+        failpoint("job/after-publish")
+        held_s = base.engine.stats().held_s
+        self._metrics.held_s.set(held_s)
+        published = {"step": checkpoint.step, "held_s": held_s}
+        await asyncio.to_thread(jobs.emit, job.id, "published", published)
 
-        # Mark done.
-        await asyncio.to_thread(self._stages.finish, job, checkpoint, checkpoint.manifest)
+        # Prove that the engine answers with what was learned.
+        await self._prove(job, base, checkpoint, after)
+        failpoint("job/after-prove")
+
+        # Promote, and mark done.
+        await self._promote_and_finish(job, record, newest, checkpoint, after)
 
     # ---- the stages of a job, in order ------------------------------------------------------
 
-    def _saved(self, job: JobInfo) -> Checkpoint | None:
-        """The step that an earlier attempt saved: the one after the step it started from."""
-        at = job.base_step  # None: it was never taken
-        return None if at is None else self._checkpoints.of_job(job.key, job.id, at + 1)
+    def _saved(self, job: JobInfo, newest: Checkpoint | None = None) -> Checkpoint | None:
+        """The step that an earlier attempt saved: the one after the step it started from.
+
+        None if it was not proved and `newest`, of another job, has its number.
+        """
+        if job.base_step is None:  # it was never taken
+            return None
+        saved = self._checkpoints.of_job(job.key, job.id, job.base_step + 1)
+        overtaken = saved and newest and not saved.proved and saved.step <= newest.step
+        return None if overtaken else saved
 
     def _has_checkpoint(self, job: JobInfo) -> bool:
         try:
@@ -263,9 +280,23 @@ class TrainingService:
     async def _newest(self, record: ModelRecord) -> tuple[Checkpoint, BaseTokenizer]:
         """The newest step, written if there is none, and the tokenizer it was made for."""
         tokenizer = await self._serving.engines.tokenizer(record.spec.base_model)
-        newest = await asyncio.to_thread(self._stages.newest, record, tokenizer)
+        newest = await in_own_thread(self._stages.newest, record, tokenizer)
         tokenizer.check_made_for(newest)
         return newest, tokenizer
+
+    async def _take_turn(self, stack: AsyncExitStack, job: JobInfo) -> None:
+        """Take the learner's GPU until the end of `stack`; until it is free, the job stays queued."""
+        loop = self._loops[job.base_model]
+
+        async def wait(reason: str) -> None:
+            loop.waits_for = reason
+            await asyncio.to_thread(self._jobs.move, job.id, "queued", waiting_for=reason)
+
+        try:
+            await stack.enter_async_context(self._learners.turn(job.base_model, wait))
+        finally:
+            loop.waits_for = None
+        self._check_cancelled(job)
 
     async def _learn_and_save(
         self, job: JobInfo, newest: Checkpoint, base: Base, record: ModelRecord
@@ -275,13 +306,13 @@ class TrainingService:
         The learner is free again before the job is marked as done.
         """
         async with AsyncExitStack() as loading:
-            card = await asyncio.to_thread(self._serving.choice.card, job.base_model)
+            card = await in_own_thread(self._serving.choice.card, job.base_model)
             if card is not None and card.sleeps:  # only then does the learner have memory to load
                 await self._pause(loading, job)
             try:
                 return await self._learn_with(loading, job, newest, base, record)
             except OutOfMemory as error:
-                advice = await asyncio.to_thread(self._stages.less_memory, job)
+                advice = await in_own_thread(self._stages.less_memory, job)
                 raise OutOfMemory(f"{error}\n{advice}") from None
 
     async def _learn_with(
@@ -298,7 +329,7 @@ class TrainingService:
                 pause_metrics = await self._pause(learning, job)
                 await loading.aclose()  # pauses are counted: this one continues
                 try:
-                    result = await asyncio.to_thread(
+                    result = await in_own_thread(
                         self._stages.learn,
                         learner,
                         job,
@@ -307,7 +338,7 @@ class TrainingService:
                     )
                 finally:
                     # Before vLLM wakes: it needs the memory.
-                    await asyncio.to_thread(self._stages.release, learner, job.base_model)
+                    await in_own_thread(self._stages.release, learner, job.base_model)
             self._check_cancelled(job)  # the engine may have taken long to wake
             result["metrics"] |= pause_metrics
             failpoint("job/after-learn")
@@ -319,7 +350,7 @@ class TrainingService:
             load = self._loading(record, asyncio.get_running_loop())
             saving = self._stages.save, learner, job, result, base, record, load
             try:
-                checkpoint = await asyncio.to_thread(*saving)
+                checkpoint = await in_own_thread(*saving)
             except Exception:
                 unsaved = AdapterRef(job.model, newest.step + 1, result["sha256"])
                 with suppress(EngineError):
@@ -396,3 +427,21 @@ class TrainingService:
         if proof.verdict == "unproved":
             say(UNPROVED, level=logging.WARNING, job=job.id, model=job.model)
         await asyncio.to_thread(self._jobs.emit, job.id, "proved", asdict(proof))
+
+    async def _promote_and_finish(
+        self,
+        job: JobInfo,
+        record: ModelRecord,
+        newest: Checkpoint,
+        checkpoint: Checkpoint,
+        after: AdapterRef,
+    ) -> None:
+        """Make a proved step the newest, on disk and in the engine; then the job is done.
+
+        It is done even if it is cancelled now. A later attempt may repeat this from any point.
+        """
+        checkpoint = await asyncio.to_thread(self._checkpoints.promote, checkpoint)
+        if checkpoint.step >= newest.step:
+            self._serving.promote(record, after, checkpoint.step)
+        failpoint("job/after-promote")
+        await asyncio.to_thread(self._stages.finish, job, checkpoint, checkpoint.manifest)

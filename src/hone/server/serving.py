@@ -11,7 +11,6 @@ in use, the newest ones, and those not yet proved are never unloaded.
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
@@ -21,10 +20,20 @@ from contextlib import (
     suppress,
 )
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hone.errors import Busy, ConfigError, Conflict, ModelNotFound, NotFound, UnknownModel
+from hone.errors import (
+    Busy,
+    ConfigError,
+    Conflict,
+    ModelNotFound,
+    ModelUnsupported,
+    NotFound,
+    UnknownModel,
+    near_names,
+)
+from hone.inference.background import in_own_thread
 from hone.inference.base import AdapterRef, Engine
 from hone.logs import say
 from hone.models.find import canonical, find
@@ -39,6 +48,8 @@ from hone.store.models import ModelRecord, ModelStore
 from hone.types import ModelKey, ModelSpec, RunSpec
 
 OpenEngine = Callable[[str], Engine]
+UNLOAD_S = 5.0
+"""How long the deletion of a model waits until its adapters are unloaded."""
 
 _AT = re.compile(r"(?P<stem>.+)@(?P<at>latest|best|[0-9]{1,9})", re.DOTALL)
 
@@ -99,6 +110,8 @@ class Serving:
         self.engines = Engines(settings, open_engine)
         self._logged: set[tuple[str, str]] = set()
         """Runs and base models for which the meaning of the base model's name was logged."""
+        self._unloading: set[asyncio.Task[None]] = set()
+        """Unloading that a deletion did not wait for; the event loop alone would not keep it."""
         self._answering = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -126,7 +139,7 @@ class Serving:
         target = (aliases or {}).get(name.removesuffix("@latest"), name)
         stem, suffix = _split(target)
         # For a registered model, unless its best step, nothing is read from the disk.
-        if suffix != "best" and self._models.find_or_none(stem, project.get()) is not None:
+        if suffix != "best" and self._models.find_or_none(stem, _project(run)) is not None:
             base_name, record, at = self._look_up(target, run, step)
         else:
             base_name, record, at = await asyncio.to_thread(self._look_up, target, run, step)
@@ -185,7 +198,7 @@ class Serving:
         stem, at = _split(name)
         if run is not None and run.model is not None and stem in run.aliases and at == "latest":
             stem = run.model
-        record, own = self._models.find_or_none(stem, project.get()), None
+        record, own = self._models.find_or_none(stem, _project(run)), None
         if record is None:
             stem = canonical(stem)
         if run is not None and run.model is not None and at == "latest":
@@ -223,7 +236,11 @@ class Serving:
         if not may_load(self._settings, base_model):
             return False
         try:
-            return base_model in self.engines or bool(find(base_model, download=False))
+            return base_model in self.engines or bool(
+                find(base_model, download=False, convert=False)
+            )
+        except ModelUnsupported:
+            raise  # it is here, and a file of it is damaged
         except (ModelNotFound, OSError, ValueError):  # not a valid file name, so not found
             return False
 
@@ -239,11 +256,17 @@ class Serving:
         alias = ""
         if run is not None and run.model is not None:
             alias = f" To have it mean {run.model!r} in a run, set finetuning.model_aliases."
-        names = ", ".join(served.id for served in self.served()) or "nothing yet"
         return UnknownModel(
-            f"no model called {name[:200]!r} is served. Served: {names}. POST /v1/training/models "
-            "registers one; a base model must be on the server's machine, and on the inference port "
-            f"it must be one that the server allows (--allow-base-models).{alias}"
+            f"{self.not_served(name)} POST /v1/training/models registers one; a base model must be "
+            "on the server's machine, and on the inference port it must be one that the server "
+            f"allows (--allow-base-models).{alias}"
+        )
+
+    def not_served(self, name: str) -> str:
+        """What is served instead of a name, for messages. Reads no file."""
+        return (
+            f"no model called {name[:200]!r} is served. Served: {near_names(name, list(self.roots()))}. "
+            "GET /v1/models lists every name and step."
         )
 
     # ---- steps ------------------------------------------------------------------------------
@@ -285,15 +308,26 @@ class Serving:
         for base in self.engines.loaded().values():
             base.adapters.rename(key, new)
 
+    async def forget(self, key: ModelKey) -> None:
+        """Unload the steps of a model that was deleted; an engine that sleeps does so when it wakes."""
+        bases = self.engines.loaded().values()
+        unloading = {asyncio.create_task(base.adapters.forget(key)) for base in bases}
+        if unloading:
+            _, late = await asyncio.wait(unloading, timeout=UNLOAD_S)
+            self._unloading = late | {task for task in self._unloading if not task.done()}
+
     def newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None]:
         """The step that NAME refers to. Reads the disk if the model is not loaded."""
-        base = self.engines.loaded().get(record.spec.base_model)
-        if base is not None and record.key in base.adapters.newest:
-            return base.adapters.newest[record.key]
+        if (newest := self._loaded_newest(record)) is not None:
+            return newest
         checkpoint = self._checkpoints.newest(record.key)
         if checkpoint is None or checkpoint.step == 0:
             return 0, None
         return checkpoint.step, AdapterRef(str(record.key), checkpoint.step, checkpoint.sha256)
+
+    def _loaded_newest(self, record: ModelRecord) -> tuple[int, AdapterRef | None] | None:
+        base = self.engines.loaded().get(record.spec.base_model)
+        return None if base is None else base.adapters.newest.get(record.key)
 
     def base_models(self) -> dict[str, bool]:
         """Base models in use, and whether each is loaded. Blocking."""
@@ -329,29 +363,59 @@ class Serving:
             names.append(ServedName(alias, base, step or 0, created))
         return names
 
+    def served_name(
+        self, name: str, run: RunSpec | None = None, aliases: Mapping[str, str] | None = None
+    ) -> ServedName:
+        """One name, also PROJECT/NAME where the list has the NAME. Raises UnknownModel, Conflict."""
+        served = {entry.id: entry for entry in self.served(run, aliases)}
+        if name not in served:
+            stem = _split(name)[0]
+            record = self._models.find_or_none(stem, _project(run))
+            listed = "" if record is None else self._names([record])[0] + name.removeprefix(stem)
+            if listed not in served:
+                raise UnknownModel(self.not_served(name))
+            return replace(served[listed], id=name)
+        return served[name]
+
     def _served(self) -> list[ServedName]:
-        records = self._models.list()
-        uses = Counter(record.key.name for record in records)
-        names: list[ServedName] = []
-        for record in records:
-            alone = uses[record.key.name] == 1 or record.key.project == project.get()
-            name = record.key.name if alone else str(record.key)
+        """The names of models and steps, by the names of directories: no manifest is read."""
+        records, names = self._models.list(), list[ServedName]()
+        for record, name in zip(records, self._names(records), strict=True):
             root, created = record.spec.base_model, record.created_at
-            newest, _ = self.newest(record)
-            steps = {c.step: c.manifest["created_at"] for c in self._checkpoints.list(record.key)}
-            at: list[tuple[str, int]] = [("", newest), ("@latest", newest)]
+            steps = self._checkpoints.steps(record.key)
+            newest = self._loaded_newest(record)
+            number = max(steps, default=0) if newest is None else newest[0]
+            at: list[tuple[str, int]] = [("", number), ("@latest", number)]
             best = self._checkpoints.best(record.key)
             at += [("@best", best)] if best is not None else []
-            at += [(f"@{step}", step) for step in sorted({0, newest, *steps})]
+            at += [(f"@{step}", step) for step in sorted({0, number, *steps})]
             names += [
                 ServedName(name + suffix, root, step, steps.get(step, created))
                 for suffix, step in at
             ]
-        bases = {record.spec.base_model: record.created_at for record in reversed(records)}
+        created = {record.spec.base_model: record.created_at for record in reversed(records)}
+        return names + [
+            ServedName(base, base, 0, created.get(base, 0.0)) for base in self._bases(records)
+        ]
+
+    def roots(self) -> dict[str, str]:
+        """The base model of every model and base model that is served, by name. Reads no file."""
+        records = self._models.list()
+        named = zip(self._names(records), records, strict=True)
+        roots = {name: record.spec.base_model for name, record in named}
+        return roots | {base: base for base in self._bases(records)}
+
+    def _names(self, records: list[ModelRecord]) -> list[str]:
+        """NAME where it means this model, otherwise PROJECT/NAME."""
+        keys, within = [record.key for record in records], project.get()
+        short = self._models.short_name
+        return [key.name if key.project == within else short(key) for key in keys]
+
+    def _bases(self, records: list[ModelRecord]) -> list[str]:
+        used = [record.spec.base_model for record in records]
         loaded = [name for name in self.engines.loaded() if may_load(self._settings, name)]
         allowed = [name for name in self._settings.allow_base_models or () if name != "*"]
-        every = dict.fromkeys([*bases, *loaded, *map(canonical, allowed)])
-        return names + [ServedName(base, base, 0, bases.get(base, 0.0)) for base in every]
+        return list(dict.fromkeys([*reversed(used), *loaded, *map(canonical, allowed)]))
 
     # ---- concurrency ------------------------------------------------------------------------
 
@@ -380,7 +444,7 @@ class Serving:
         """
         metrics: dict[str, float] = {}
         choice = self._settings.serving_during_training
-        shares = await asyncio.to_thread(self.on_gpu_of, base_model)
+        shares = await in_own_thread(self.on_gpu_of, base_model)
         if choice == "continue" or (choice is None and not any(shares.values())):
             yield metrics
             return
@@ -397,13 +461,20 @@ class Serving:
 
     async def close(self) -> None:
         """Close every engine and cancel running loads."""
-        await asyncio.to_thread(self.choice.close)
+        await in_own_thread(self.choice.close)
         await self.engines.close()
 
     async def drain(self, deadline_s: float) -> None:
         """Wait until no request is being answered, so that all are recorded."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), deadline_s)
+
+
+def _project(run: RunSpec | None) -> str | None:
+    """The project in which names are looked up first: the address's, else that of the run's model."""
+    if project.get() is None and run is not None and run.model is not None and "/" in run.model:
+        return run.model.partition("/")[0]
+    return project.get()
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -50,10 +50,12 @@ class Settings(Strict):
     under the same path. A publish is then proved by log-probabilities alone."""
     api_key: str | None = None
     """Key that clients must send as a bearer token. Without one, a server on a loopback address
-    accepts every local client, and any other server generates a key and keeps it under the root."""
+    accepts only processes of the user that runs it and of root, and any other server generates a key
+    and keeps it under the root."""
     trust_network: tuple[IPv4Network | IPv6Network, ...] = ()
     """Network whose clients may use the training API without a key (ART's clients send none). The key
-    that they receive there is valid for the inference APIs only, and they cannot register a path."""
+    that they receive there is valid for the inference APIs only, and they cannot register a path. On
+    a server without a key, `127.0.0.1/32` lets in all users of the machine."""
     allowed_hosts: tuple[str, ...] = ()
     """Host name under which clients may reach this server, besides localhost, the machine's host name
     and, with a key, its addresses. `.example.com` allows every name with that suffix, `*` any
@@ -63,7 +65,8 @@ class Settings(Strict):
     sites are refused, even with a key."""
     forwarded_allow_ips: tuple[IPv4Network | IPv6Network, ...] = ()
     """Reverse proxy whose X-Forwarded-For and X-Forwarded-Proto headers are trusted. None by default. A
-    server without a key refuses every forwarded request."""
+    proxy that names its client in another header, or in none, needs a key, also in a trusted network.
+    A server without a key refuses every forwarded request."""
     allow_base_models: tuple[str, ...] | None = None
     """Base model that clients of the inference port, or with the inference key, may request besides
     registered models and their base models: a name or a path. `*` allows every name on this machine,
@@ -92,6 +95,9 @@ class Settings(Strict):
     """Seconds for a body to arrive, plus one for every 64 KiB; a slower one gets 408."""
     header_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds for the headers of a request to arrive; then the connection is closed."""
+    write_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for which a client may read nothing of its response; then the connection is closed. A call
+    that was being answered counts as abandoned."""
     max_connections: int | None = Field(default=None, gt=0)
     """Maximum number of open connections per port; more are refused. By default as many as the limit of
     open files allows."""
@@ -114,15 +120,23 @@ class Settings(Strict):
     keep_calls_bytes: int = Field(default=4 * 2**30, gt=0)
     """Total size of recorded calls and groups of ended jobs above which the oldest are deleted."""
     keep_events_s: float = Field(default=30 * 86400.0, gt=0)
-    """Seconds for which the events of an ended job are kept; its last one is always kept."""
+    """Seconds for which the events of an ended job are kept, except its last one, and closed runs whose
+    calls are deleted."""
     keep_progress: int = Field(default=1000, gt=0)
     """Number of progress events kept in memory; they are never written to disk."""
     keep_trajectories_bytes: int = Field(default=4 * 2**30, gt=0)
     """Total size of the trajectories that ART's clients log, above which the oldest files are
     deleted."""
-    idle_run_s: float = Field(default=7 * 86400.0, gt=0)
-    """Seconds after which a run without new calls is closed, so that its calls can be deleted. A client
-    that comes back reopens it."""
+    keep_optimizer_steps: int = Field(default=8, gt=0)
+    """Number of newest steps of a model that keep the state of their optimizer; step 0 and the best step
+    keep it, too. Older steps are served and exported as before, but training that starts from one
+    begins with a fresh optimizer."""
+    keep_steps: int | None = Field(default=None, gt=0)
+    """Number of newest steps of a model to keep; step 0, the best step, those that jobs need and those
+    that open runs started from are kept, too. By default all."""
+    idle_run_s: float = Field(default=2 * 86400.0, gt=0)
+    """Seconds after which a run without new calls is closed, so that its calls can be deleted; a run
+    whose model has a job that has not ended stays open. A client that comes back reopens it."""
     idle_engine_s: float = Field(default=6 * 3600.0, gt=0)
     """Seconds after which an engine without requests is closed; the next request loads it again."""
     idle_learner_s: float = Field(default=3600.0, gt=0)

@@ -12,12 +12,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
-from hone.errors import Busy
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.choice_calls import Start
 from hone.server.model_args import train_config
 from hone.server.state import State
+from hone.store.jobs import check_queue
 from hone.trajectory import JobRequest
 from hone.types import JobInfo
 
@@ -52,6 +52,8 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
     `request` has no groups: `run` knows them.
     """
     record = await asyncio.to_thread(state.models.find, request.model)
+    # Counted before the key is looked up: a job that fills the queue meanwhile may be this one.
+    queued = sum((await asyncio.to_thread(state.jobs.waiting)).values())
     repeated = await asyncio.to_thread(
         state.jobs.repeated, record.key, request.idempotency_key, sha256
     )
@@ -59,13 +61,8 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
         state.service.wake()  # the request that queued it may have failed before it did
         return repeated
     config = train_config(record.spec.defaults, request.config, "config")
-    waiting = sum((await asyncio.to_thread(state.jobs.waiting)).values())
-    if waiting >= state.settings.max_queued_jobs:
-        raise Busy(
-            f"{waiting} jobs are queued, the maximum of this server (max_queued_jobs); wait for "
-            "one to end, or cancel one",
-            retry_after_s=10,
-        )
+    max_queued = state.settings.max_queued_jobs
+    check_queue(queued, max_queued)  # `add` decides; this spares the work until then
     tokenizer = await state.serving.engines.tokenizer(record.spec.base_model)
     step, adapter = await asyncio.to_thread(state.serving.newest, record)
     sha = None if adapter is None else adapter.sha256
@@ -80,6 +77,7 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
         plot_tensors=request.plot_tensors,
         advance_when_flat=request.advance_when_flat,
         idempotency_key=request.idempotency_key,
+        max_queued=max_queued,
         **packed,
     )
     state.service.wake()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from hone import retries
 from hone.errors import Unavailable
 from hone.logs import log
+from hone.redact import redact
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Part:
     def fail(self, error: BaseException) -> float:
         """Record and log a failure; returns how long to wait before the next attempt."""
         self.failures += 1
-        self.reason = f"{type(error).__name__}: {error}"
+        self.reason = redact(f"{type(error).__name__}: {error}")
         delay_s = backoff_s(self.failures)
         fields = {"part": self.name, "failures": self.failures, "next_attempt_s": delay_s}
         # A full disk needs no traceback; one at every attempt would only fill the disk further.

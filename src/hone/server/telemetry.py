@@ -22,7 +22,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from hone.logs import OUTPUTS, log
-from hone.redact import HIDDEN, redact
+from hone.redact import HIDDEN, redact_json, redact_line
 from hone.server.settings import Settings
 from hone.types import SERVER_OUTPUT
 
@@ -82,7 +82,7 @@ class Metrics:
 
 def refusal_text(message: str, key: str | None) -> str:
     """The message of an error response, short enough for a log line and without keys."""
-    text = redact(message.replace(key, HIDDEN) if key else message)
+    text = redact_line(message.replace(key, HIDDEN) if key else message)
     return text if len(text) <= MAX_REASON else text[:MAX_REASON] + "..."
 
 
@@ -94,11 +94,14 @@ class _Output(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{self.formatTime(record)} {record.getMessage()}"
+        return f"{self.formatTime(record)} {redact_line(record.getMessage())}"
 
 
 class _Line(_Output):
-    """`time level what key=value ...`, or the same as one JSON object."""
+    """`time level what key=value ...`, or the same as one JSON object; without secrets.
+
+    A traceback follows in further lines.
+    """
 
     def __init__(self, as_json: bool) -> None:
         super().__init__()
@@ -107,13 +110,16 @@ class _Line(_Output):
     def format(self, record: logging.LogRecord) -> str:
         stamp = self.formatTime(record)
         fields = getattr(record, "fields", {})
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        traces = [self.formatException(record.exc_info)] if record.exc_info else []
+        traces += [self.formatStack(record.stack_info)] if record.stack_info else []
         if self._as_json:
             line = {"at": stamp, "level": record.levelname.lower(), "what": record.getMessage()}
-            return json.dumps(line | fields | ({"traceback": trace} if trace else {}), default=str)
-        parts = [stamp, record.levelname.lower(), record.getMessage()]
+            line |= fields | ({"traceback": "\n".join(traces)} if traces else {})
+            return json.dumps(redact_json(json.loads(json.dumps(line, default=str))))
+        parts = [record.levelname.lower(), record.getMessage()]
         parts += [f"{key}={_format_value(value)}" for key, value in fields.items()]
-        return " ".join(parts) + (f"\n{trace}" if trace else "")
+        text = "\n".join([" ".join(parts), *traces])
+        return f"{stamp} {redact_line(text)}"
 
 
 class _LogFile(RotatingFileHandler):

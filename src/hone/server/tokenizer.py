@@ -8,8 +8,8 @@ the date it prints. A call with different weights, tokenizer or template is neve
 never trained, because its ids would mean something else. Arguments and date may differ between
 requests.
 
-Hashing the weights reads every byte of them, so the hash is cached under the root with size and
-time of each file, and computed again when one changes.
+Hashing the weights reads every byte of them, and checks that they are finite. The hash is cached under
+the root with size and time of each file, and computed again when one changes.
 
 A BaseTokenizer can be sent to a worker process, which loads the same files again, once.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from hone.chat.choice_tokens import first_outside
 from hone.chat.template import ChatTemplate
 from hone.disk import write_atomic
-from hone.errors import BadRequest, Conflict, ModelUnsupported
+from hone.errors import BadRequest, Conflict
 from hone.models.files import ModelFiles, load_tokenizer
 from hone.models.find import find
 from hone.store.checkpoints import Checkpoint
@@ -53,13 +53,9 @@ class BaseTokenizer:
     def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "BaseTokenizer":
         """Find the model, download it if necessary, and read its tokenizer. Blocking."""
         files = find(base_model)
+        files.check_config()
         template = _read_template(files, base_model, today)
-        positions = files.text_config.get("max_position_embeddings")
-        if not isinstance(positions, int):
-            raise ModelUnsupported(
-                f"{files.path / 'config.json'}: max_position_embeddings is {positions!r}; "
-                "hone needs to know how long a prompt may be"
-            )
+        positions: int = files.text_config["max_position_embeddings"]
         return cls(base_model, files, template, _weights_sha256(files, root), positions)
 
     @cached_property
@@ -156,10 +152,11 @@ def _weights_sha256(files: ModelFiles, root: Path) -> str:
     cache = root / "cache" / "weights" / f"{key}.json"
     try:
         cached = json.loads(cache.read_text(encoding="utf-8"))
-        if cached["files"] == current:
+        if cached["files"] == current and cached["finite"]:
             return cached["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # missing or incomplete: hash the weights again
     sha256 = files.weights_sha256
-    write_atomic(cache, json.dumps({"path": str(files.path), "files": current, "sha256": sha256}))
+    checked = {"path": str(files.path), "files": current, "sha256": sha256, "finite": True}
+    write_atomic(cache, json.dumps(checked))
     return sha256

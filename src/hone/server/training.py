@@ -8,6 +8,8 @@ job survives a crash of the server.
 """
 
 import asyncio
+import hashlib
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -45,6 +47,9 @@ from hone.types import (
 MAX_PAGE = 5000
 """Maximum number of tokens on one page."""
 
+CANCEL_S = 60.0
+"""Seconds for a cancelled job to end before its model is deleted."""
+
 Step = Annotated[int, Field(ge=0, lt=2**31)]
 
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -64,6 +69,16 @@ class MetricsRequest(Strict):
     """Replace what was logged for this step under the same names, instead of averaging."""
     run: Name | None = None
     """The run that measured them. The best step is chosen by the values of the newest run."""
+    idempotency_key: str | None = Field(default=None, min_length=1, max_length=200)
+    """A new one for each request: a request that is sent again with its key is logged once."""
+
+    @property
+    def identity(self) -> tuple[str, str] | None:
+        """The key, and the hash of everything else; None without a key."""
+        if self.idempotency_key is None:
+            return None
+        fields = json.dumps(self.model_dump(exclude={"idempotency_key"}), sort_keys=True)
+        return self.idempotency_key, hashlib.sha256(fields.encode()).hexdigest()
 
 
 class RenameRequest(Strict):
@@ -71,6 +86,15 @@ class RenameRequest(Strict):
 
     to: Name
     """A name in the same project that is neither registered nor a base model in use."""
+
+
+class DeletedModel(Strict):
+    """A model that was deleted."""
+
+    model: str
+    """PROJECT/NAME."""
+    bytes: int
+    """What this freed on disk."""
 
 
 def routes(state: State) -> APIRouter:
@@ -124,15 +148,62 @@ def _model_routes(state: State, router: APIRouter) -> None:
             state.serving.rename(key, new)
         return _info(state, state.models.get(new), request)
 
+    @router.delete("/models/{project}/{name}")
+    async def delete_model(project: Name, name: Name, force: bool = False) -> DeletedModel:
+        """Delete a model, with its steps, history, jobs and runs; its name becomes free.
+
+        Refused while one of its jobs has not ended or one of its runs is open. With `force`, its jobs
+        are cancelled and its runs closed first.
+        """
+        key = ModelKey(project, name)
+        if force:
+            await _cancel_jobs(state, key)
+        try:
+            num_bytes = await asyncio.to_thread(state.deletions.delete, key, force=force)
+        finally:  # its rows are gone, too, if only its files could not be removed
+            if all(record.key != key for record in state.models.list()):
+                await state.serving.forget(key)
+        with suppress(KeyError):  # it has trained nothing since the server started
+            state.metrics.step.remove(str(key))
+        return DeletedModel(model=str(key), bytes=num_bytes)
+
     @router.post("/models/{project}/{name}/metrics")
     def log(project: Name, name: Name, body: MetricsRequest) -> dict[str, int]:
-        """Log a client's metrics of a step; `val/reward` decides which step is the best."""
+        """Log a client's metrics of a step; `val/reward` decides which step is the best.
+
+        Without `idempotency_key`, a request that is sent twice is logged twice.
+        """
         record = state.models.get(ModelKey(project, name))
         step = state.serving.newest(record)[0] if body.step is None else body.step
-        state.checkpoints.log(
-            record.key, step, body.metrics, body.split, replace=body.replace, run=body.run
+        step = state.checkpoints.log(
+            record.key,
+            step,
+            body.metrics,
+            body.split,
+            replace=body.replace,
+            run=body.run,
+            request=body.identity,
         )
         return {"step": step}
+
+
+async def _cancel_jobs(state: State, key: ModelKey) -> None:
+    """Cancel the jobs of a model, and wait until they have ended."""
+    cancelled = []
+    for job_state in ("running", "queued"):
+        jobs = await asyncio.to_thread(state.jobs.list, model=key, state=job_state, limit=-1)
+        for job in jobs:
+            cancelled.append(await asyncio.to_thread(state.jobs.request_cancel, job.id))
+    for job in cancelled:
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                async for _ in state.jobs.follow(job.id):
+                    pass
+        except TimeoutError:
+            raise Conflict(
+                f"model {str(key)!r}: job {job.id!r} was cancelled and has not ended after "
+                f"{CANCEL_S:g} s. Send the request again when it has."
+            ) from None
 
 
 def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
@@ -151,7 +222,6 @@ def registered(state: State, spec: ModelSpec) -> tuple[ModelRecord, bool]:
 
 
 def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
-    same_name = [r for r in state.models.list() if r.key.name == record.key.name]
     spec = record.spec
     return ModelInfo(
         project=spec.project,
@@ -165,7 +235,7 @@ def _info(state: State, record: ModelRecord, request: Request) -> ModelInfo:
         inference_base_url=inference_url(
             state.settings, request.headers.get("host", ""), request.url.scheme
         ),
-        inference_name=spec.name if len(same_name) == 1 else str(record.key),
+        inference_name=state.models.short_name(record.key),
         advertised_url=state.settings.advertise_url,
         concurrency=state.serving.choice.concurrency(spec),
         not_applicable=spec.not_applicable,
@@ -283,6 +353,7 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
     def checkpoints(project: Name, name: Name) -> list[CheckpointInfo]:
         """The retained steps of a model, ascending."""
         record = state.models.get(ModelKey(project, name))
+        in_use = state.first_steps(record.key)
         return [
             CheckpointInfo(
                 step=checkpoint.step,
@@ -290,6 +361,9 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
                 job=checkpoint.manifest.get("job"),
                 created_at=checkpoint.manifest["created_at"],
                 metrics=checkpoint.manifest.get("metrics") or {},
+                bytes=checkpoint.bytes,
+                optimizer=checkpoint.has_optimizer,
+                in_use=checkpoint.step in in_use,
             )
             for checkpoint in state.checkpoints.list(record.key)
         ]

@@ -18,7 +18,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import tempfile
 import threading
@@ -33,6 +32,7 @@ from hone.disk import storage
 from hone.errors import HoneError, ServerError, Unavailable
 from hone.logs import say
 from hone.niceness import lower_priority
+from hone.owned import make_owned
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,8 +50,7 @@ class WorkerPool:
     ) -> None:
         """`directory`: for bodies passed to workers; used by this pool only, and emptied now."""
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(mode=0o700, exist_ok=True)
+            make_owned(directory)
         self._directory = directory
         self._free = asyncio.Semaphore(processes)
         self._idle: list[Worker] = []

@@ -28,6 +28,7 @@ from hone.events import (
     RunStarted,
     ValidationResult,
 )
+from hone.model_files import model_directory
 from hone.report.history import History, Validation
 from hone.rollout_record import file_name
 from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
@@ -148,7 +149,7 @@ class Feed:
         run = self.history.run
         if not step or run.base_url is not None or not run.name or not run.project:
             return  # the base model, or a server that may be on another machine
-        steps = Path(run.root or ROOT) / run.project / "models" / run.name / "checkpoints"
+        steps = model_directory(run.root or ROOT, run.project, run.name) / "checkpoints"
         best = self.history.best
         is_best = best is not None and best.step == step
 

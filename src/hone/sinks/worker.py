@@ -11,6 +11,7 @@ that append to the log, and the others wait until it has.
 """
 
 import asyncio
+import io
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from pydantic import BaseModel
 
 from hone.config import registry
 from hone.config.base import LoggerBaseConfig
+from hone.config.secrets import add_secrets_of
 from hone.disk import write_atomic
 from hone.event_log import FILE
 from hone.lock import LockFile, LockHeld
@@ -243,6 +245,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     pipe = EventPipe()
     settings = pipe.settings()
+    add_secrets_of({"loggers": [settings.config]})
     import_module(settings.module)
     component = registry.find("logger", settings.type)
     assert component is not None and issubclass(component.config_type, LoggerBaseConfig), settings
@@ -261,5 +264,16 @@ def main() -> int:
     return 0
 
 
+class _Output(io.TextIOWrapper):
+    """The log file of the process, without the secrets in what packages print."""
+
+    def write(self, text: str, /) -> int:
+        super().write(redact(text))
+        return len(text)
+
+
 if __name__ == "__main__":
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        file = open(descriptor, "wb", closefd=False)  # noqa: SIM115  until the process ends
+        setattr(sys, name, _Output(file, "utf-8", "backslashreplace", line_buffering=True))
     sys.exit(main())

@@ -17,7 +17,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from hone.types import Call, RecordedCall
+from hone.store.rows import unreadable
+from hone.types import RecordedCall
 
 COLUMNS = (
     "id, rollout, run, place, choice, base_model, digest, created_at, size, parent, ids_kept, "
@@ -79,7 +80,8 @@ def insert(db: sqlite3.Connection, values: tuple[Any, ...]) -> None:
 def read_calls(query: Any, seqs: Sequence[int]) -> list[RecordedCall]:
     """Whole calls by their `seq`, in this order. `query` runs SQL and returns rows.
 
-    A parent is always older than its child, so it is built first.
+    A parent is always older than its child, so it is built first. Raises StateError if one of these
+    calls, or a parent, cannot be read.
     """
     rows = query(
         f"""
@@ -94,7 +96,11 @@ def read_calls(query: Any, seqs: Sequence[int]) -> list[RecordedCall]:
     )
     whole: dict[int, RecordedCall] = {}
     for row in rows:
-        whole[row["seq"]] = _call(row, row["parent"] and whole[row["parent"]])
+        try:
+            whole[row["seq"]] = _call(row, row["parent"] and whole[row["parent"]])
+        except (ValueError, KeyError, TypeError, zlib.error) as error:
+            why = ValueError(f"no {error}") if isinstance(error, KeyError) else error
+            raise unreadable(f"call {row['id']!r} of rollout {row['rollout']!r}", why) from None
     return [whole[seq] for seq in seqs]
 
 
@@ -111,19 +117,19 @@ def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
     logprobs = None
     if row["logprobs"] is not None:
         logprobs = _read_floats(row["logprobs"], len(completion))
-    call = Call(prompt_ids=ids, completion_ids=completion, logprobs=logprobs, **body.pop("call"))
-    return RecordedCall(
-        id=row["id"],
-        rollout=row["rollout"],
-        index=row["place"],
-        choice=row["choice"],
-        base_model=row["base_model"],
-        created_at=row["created_at"],
-        messages=turns,
-        tools=tools,
-        call=call,
-        **body,
-    )
+    tokens = {"prompt_ids": ids, "completion_ids": completion, "logprobs": logprobs}
+    fields = body | {
+        "id": row["id"],
+        "rollout": row["rollout"],
+        "index": row["place"],
+        "choice": row["choice"],
+        "base_model": row["base_model"],
+        "created_at": row["created_at"],
+        "messages": turns,
+        "tools": tools,
+        "call": body["call"] | tokens,
+    }
+    return RecordedCall.model_validate(fields, extra="ignore")
 
 
 def held_s(body: bytes) -> float:

@@ -15,13 +15,13 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hone.errors import Conflict, NotFound
+from hone.errors import Conflict, NotFound, StateError
 from hone.store.call_rows import (
     Row,
     digest,
@@ -32,6 +32,7 @@ from hone.store.call_rows import (
     without_request_fields,
 )
 from hone.store.database import Store
+from hone.store.rows import read_row, readable
 from hone.types import RecordedCall, RunSpec
 
 SCHEMA = """
@@ -106,10 +107,9 @@ class CallStore:
         """Read from the database which runs are open."""
         with self._lock:
             rows = self._store.query("SELECT id, spec, opened_at FROM runs WHERE closed_at IS NULL")
-            self._open = {
-                row["id"]: (RunSpec.model_validate_json(row["spec"]), row["opened_at"])
-                for row in rows
-            }
+            specs = readable(self._store, rows, _run)
+            opened_at = {row["id"]: row["opened_at"] for row in rows}
+            self._open = {spec.id: (spec, opened_at[spec.id]) for spec in specs}
 
     def open_run(self, spec: RunSpec) -> None:
         """Open a run: its calls are kept until it is closed.
@@ -118,9 +118,10 @@ class CallStore:
         """
         with self._lock:
             with self._store.transaction() as db:
-                query = "SELECT spec, opened_at FROM runs WHERE id = ?"
-                text, opened_at = db.execute(query, (spec.id,)).fetchone() or (None, time.time())
-                known = None if text is None else RunSpec.model_validate_json(text)
+                query = "SELECT id, spec, opened_at FROM runs WHERE id = ?"
+                row = db.execute(query, (spec.id,)).fetchone()
+                opened_at = time.time() if row is None else row["opened_at"]
+                known = None if row is None else _run(row)
                 if known is not None and (known.model, known.seed) != (spec.model, spec.seed):
                     raise Conflict(
                         f"run {spec.id!r} exists with model {known.model!r} and seed {known.seed}, "
@@ -147,37 +148,48 @@ class CallStore:
             self._open.pop(run, None)
             self._opened.pop(run, None)
 
-    def close_idle_runs(self, idle_s: float) -> list[str]:
-        """Close runs that were not opened and made no call for `idle_s`; returns their ids."""
+    def close_idle_runs(self, idle_s: float, *, busy: Collection[str] = ()) -> list[str]:
+        """Close runs that were not opened and made no call for `idle_s`; returns their ids.
+
+        Runs of the models in `busy` (PROJECT/NAME) stay open: their clients wait for a job.
+        """
         before = time.time() - idle_s
+        names = {*busy, *(key.partition("/")[2] for key in busy)}
         rows = self._store.query(
             "SELECT id FROM runs WHERE closed_at IS NULL AND opened_at < ? AND NOT EXISTS "
             "(SELECT 1 FROM calls WHERE calls.run = runs.id AND calls.created_at >= ?)",
             (before, before),
         )
         # A run that was reopened since is newer than its row.
-        idle = [row["id"] for row in rows if self._opened.get(row["id"], 0.0) < before]
+        idle = [
+            row["id"]
+            for row in rows
+            if self._opened.get(row["id"], 0.0) < before
+            and (row["id"] not in self._open or self._open[row["id"]][0].model not in names)
+        ]
         for run in idle:
             self.close_run(run)
         return idle
 
     def runs(self, *, limit: int) -> list[str]:
-        """Ids of runs: the open ones first, then by the time they were closed, newest first."""
+        """Ids of runs: the open ones first, then by the time they were closed, newest first.
+
+        Without those whose row cannot be read.
+        """
         rows = self._store.query(
-            "SELECT id FROM runs ORDER BY closed_at IS NOT NULL, "
+            "SELECT id, spec FROM runs ORDER BY closed_at IS NOT NULL, "
             "coalesce(closed_at, opened_at) DESC LIMIT ?",
             (limit,),
         )
-        return [row["id"] for row in rows]
+        return [spec.id for spec in readable(self._store, rows, _run)]
 
     def run(self, run: str) -> tuple[RunSpec, bool, int]:
         """A run, whether it is open, and the number of its calls."""
-        rows = self._store.query("SELECT spec, closed_at FROM runs WHERE id = ?", (run,))
+        rows = self._store.query("SELECT id, spec, closed_at FROM runs WHERE id = ?", (run,))
         if not rows:
             raise NotFound(f"no run is called {run!r}; POST /v1/runs opens one")
         (count,) = self._store.query("SELECT count(*) AS n FROM calls WHERE run = ?", (run,))
-        spec = RunSpec.model_validate_json(rows[0]["spec"])
-        return spec, rows[0]["closed_at"] is None, count["n"]
+        return _run(rows[0]), rows[0]["closed_at"] is None, count["n"]
 
     def run_of(self, rollout: str | None) -> RunSpec | None:
         """The open run a rollout belongs to; None where it belongs to none."""
@@ -190,6 +202,10 @@ class CallStore:
                 f'POST /v1/runs {{"id": "{name}"}} opens it'
             )
         return self._open[name][0]
+
+    def open_since(self, model: str) -> list[float]:
+        """When each open run of a model (PROJECT/NAME) was first opened."""
+        return [at for spec, at in list(self._open.values()) if spec.model == model]
 
     def opened_on(self, run: RunSpec) -> date | None:
         """The day on which an open run was first opened: the date that its templates print."""
@@ -300,6 +316,16 @@ class CallStore:
             oldest = deleted[-1]["created_at"]  # where the next batch starts
         return pruned
 
+    def prune_runs(self, *, max_age_s: float) -> int:
+        """Delete runs that were closed too long ago and have no calls left."""
+        with self._store.transaction() as db:
+            cursor = db.execute(
+                "DELETE FROM runs WHERE closed_at < ? "
+                "AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.run = runs.id)",
+                (time.time() - max_age_s,),
+            )
+            return cursor.rowcount
+
     def _prune_some(self, oldest: float, before: float, excess: int) -> list[sqlite3.Row]:
         """Delete a few of the oldest calls from this time on; returns their time and size."""
         to_delete: list[sqlite3.Row] = []
@@ -327,10 +353,17 @@ class CallStore:
             {"gone": json.dumps(seqs)},
         ).fetchall()
         for (seq,) in children:
-            (call,) = read_calls(db.execute, [seq])
+            try:
+                (call,) = read_calls(db.execute, [seq])
+            except StateError:  # it stays as it is, until it is old enough itself
+                continue
             row = Row(call, None)
             db.execute(
                 "UPDATE calls SET parent = NULL, ids_kept = 0, turns_kept = 0, ids = ?, body = ?, "
                 "size = ? WHERE seq = ?",
                 (row.ids, row.body, row.size, seq),
             )
+
+
+def _run(row: sqlite3.Row) -> RunSpec:
+    return read_row(RunSpec, row["spec"], f"run {row['id']!r}")

@@ -24,10 +24,11 @@ from hone.disk import move, output
 from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
+from hone.owned import MARK, make_owned, remove_owned
 from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
-from hone.store.database import Store
-from hone.store.models import SCHEMA, ModelRecord, ModelStore
+from hone.store.database import Store, state_file
+from hone.store.models import ModelRecord, ModelStore
 
 _AT = re.compile(r"(?P<name>[^@]+)(@(?P<at>latest|best|[0-9]+))?")
 _HUB_CACHE = re.compile(r"models--(.+?)--(.+)")
@@ -50,7 +51,7 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
         lock = _lock(partial, directory)
         try:
             _check_free(directory)  # again: another export may have ended meanwhile
-            _empty(partial)
+            make_owned(partial)
             _copy_step(checkpoint, files, partial)
             if merge:
                 _merge(checkpoint, files, partial)
@@ -59,12 +60,16 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
             base.write(partial, checkpoint, merged=merge)
             if exists:
                 for file in partial.iterdir():
-                    move(file, target / file.name)
-                partial.rmdir()
+                    if file.name != MARK:
+                        move(file, target / file.name)
+                remove_owned(partial)
             else:
                 move(partial, target)
+                (target / MARK).unlink()
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not remove_owned(partial):
+                with suppress(OSError):  # it holds files that are not hone's
+                    partial.rmdir()
             raise
         finally:
             os.close(lock)
@@ -107,23 +112,12 @@ def _took_lock(descriptor: int) -> bool:
         return True
 
 
-def _empty(directory: Path) -> None:
-    """Remove what a killed export left."""
-    for file in directory.iterdir():
-        if file.is_dir() and not file.is_symlink():
-            shutil.rmtree(file)
-        else:
-            file.unlink()
-
-
 def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
-    state = root / "state.sqlite"
-    if not state.is_file():
-        raise NotFound(f"--root {root}: there is no server state; name the right root")
+    state = state_file(root)
     match = _AT.fullmatch(name)
     if match is None:
         raise NotFound(f"{name!r}: expected NAME, NAME@N, NAME@latest or NAME@best")
-    with closing(Store(state, (SCHEMA,))) as store:
+    with closing(Store(state, None)) as store:
         record = ModelStore(store).find(match["name"])
     checkpoints, at = Checkpoints(root), match["at"]
     if at in (None, "latest"):

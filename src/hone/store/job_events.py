@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS job_events (
 ) WITHOUT ROWID;
 """
 
+ENDED_AT = "CASE json_valid(info) WHEN 1 THEN json_extract(info, '$.ended_at') END"
+"""SQL for when a job ended; null if it has not, or if its row cannot be read."""
 LOST = 2**24
 """More ids than a server can have sent since it wrote its last event."""
 
@@ -66,14 +68,15 @@ class JobEvents:
 
     def write_event(self, db: Connection, event: JobEvent) -> None:
         values = (event.job, event.id, event.type, event.at, json.dumps(event.data))
-        db.execute("INSERT INTO job_events VALUES (?, ?, ?, ?, ?)", values)
+        # Replaced: a commit that raised an I/O error may have happened, and is then repeated.
+        db.execute("INSERT OR REPLACE INTO job_events VALUES (?, ?, ?, ?, ?)", values)
 
     def prune_events(self, *, max_age_s: float) -> int:
         """Delete the events of jobs that ended too long ago, except the last of each."""
         with self._store.transaction() as db:
             cursor = db.execute(
                 "DELETE FROM job_events WHERE job IN "
-                "(SELECT id FROM jobs WHERE json_extract(info, '$.ended_at') < ?) AND id < "
+                f"(SELECT id FROM jobs WHERE {ENDED_AT} < ?) AND id < "
                 "(SELECT max(id) FROM job_events AS others WHERE others.job = job_events.job)",
                 (time.time() - max_age_s,),
             )

@@ -4,8 +4,10 @@ In:   resolved trajectory groups and a TrainConfig
 Out:  JobInfos, JobEvents; listeners are woken and need not poll
 
 A change and its event are one transaction, synced before a listener sees it: no listener sees what
-a crash could undo. The exception is a failing disk: then a job that goes back to the queue, or is
-cancelled, changes in memory, for all readers, and on disk as soon as that works (`write_pending`).
+a crash could undo. The exception is a state file that is locked, or a disk that fails: then the
+changes and events of a job that was accepted happen in memory, for all readers, and on disk before
+any other change (`write_pending`). A crash in between repeats them: a job that has its checkpoint is
+done again, with the same step. A job is added, and started, only on disk.
 """
 
 import asyncio
@@ -16,14 +18,17 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from sqlite3 import Connection
+from sqlite3 import Connection, Row
+from sqlite3 import Error as SQLiteError
 from typing import Any, get_args
 
-from hone.errors import BadRequest, Conflict, NotFound, StorageError
+from hone.errors import BadRequest, Busy, Conflict, NotFound, StateError, StorageError
+from hone.redact import redact, redact_json
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
-from hone.store.job_events import EVENTS_SCHEMA, JobEvents, event_of_move
+from hone.store.job_events import ENDED_AT, EVENTS_SCHEMA, JobEvents, event_of_move
 from hone.store.models import ModelRecord
+from hone.store.rows import dump_row, read_row, readable, unknown_keys
 from hone.types import Failure, JobEvent, JobInfo, JobState, ModelKey, TrainConfig
 
 SCHEMA = (
@@ -57,6 +62,8 @@ ATTEMPTS = 3
 """A job that was running in this many consecutive crashes of the server is taken as their cause."""
 HEARTBEAT_S = 15.0
 """Seconds of silence after which an event stream sends a heartbeat."""
+_REFUSED = (StorageError, SQLiteError)
+"""Raised by a transaction that the disk or SQLite refuses."""
 FAILPOINTS = ("job/before-take", "job/after-take", "job/before-move", "job/after-move")
 
 
@@ -82,6 +89,8 @@ class JobStore(JobEvents):
         super().__init__(store, keep_progress=keep_progress)
         self._pending: dict[str, JobInfo] = {}
         """Jobs whose last change is not on disk yet."""
+        self._running: dict[str, JobInfo] = {}
+        """Jobs that this process runs: they can end even if the disk cannot be read."""
         self.cancelling: set[str] = set()
         """Ids of jobs that were changed in this process, have not ended, and are to be
         cancelled."""
@@ -89,12 +98,12 @@ class JobStore(JobEvents):
     # ---- reading ----------------------------------------------------------------------------
 
     def get(self, job_id: str) -> JobInfo:
-        if (pending := self._pending.get(job_id)) is not None:
-            return pending
-        rows = self._store.query("SELECT info FROM jobs WHERE id = ?", (job_id,))
+        if (known := self._pending.get(job_id) or self._running.get(job_id)) is not None:
+            return known
+        rows = self._store.query("SELECT id, info FROM jobs WHERE id = ?", (job_id,))
         if not rows:
             raise NotFound(f"no job is called {job_id!r}; GET /v1/training/jobs lists them")
-        return JobInfo.model_validate_json(rows[0]["info"])
+        return _job(rows[0])
 
     def packed_groups(self, job_id: str) -> bytes:
         """The groups of a job, packed as they are stored; the learner unpacks them."""
@@ -117,7 +126,7 @@ class JobStore(JobEvents):
         columns = {"model": None if model is None else str(model), "state": state}
         where = " AND ".join(["1", *(f"{name} = :{name}" for name, v in columns.items() if v)])
         rows = self._store.query(
-            f"SELECT info FROM jobs WHERE {where} OR id IN (SELECT value FROM json_each(:pending)) "
+            f"SELECT id, info FROM jobs WHERE {where} OR id IN (SELECT value FROM json_each(:pending)) "
             "ORDER BY place DESC LIMIT :limit",
             {
                 **columns,
@@ -125,7 +134,7 @@ class JobStore(JobEvents):
                 "limit": limit if limit < 0 else limit + len(pending),
             },
         )
-        stored = [JobInfo.model_validate_json(row["info"]) for row in rows]
+        stored = readable(self._store, rows, _job)
         current = [pending.get(job.id, job) for job in stored]
         jobs = [
             job
@@ -153,14 +162,18 @@ class JobStore(JobEvents):
     def repeated(
         self, model: ModelKey, idempotency_key: str | None, request_sha256: str
     ) -> JobInfo | None:
-        """The job that this key and request created before. Raises Conflict for another request."""
+        """The job that this key and request created before. Raises Conflict for another request.
+
+        `request_sha256` is VERSION:HASH. Hashes of two versions cannot be compared; then the key
+        alone decides.
+        """
         rows = self._store.query(
             "SELECT id, request_sha256 FROM jobs WHERE model = ? AND idempotency_key = ?",
             (str(model), idempotency_key),
         )
         if not rows:
             return None
-        if rows[0]["request_sha256"] != request_sha256:
+        if _differ(rows[0]["request_sha256"], request_sha256):
             raise Conflict(
                 f"idempotency_key {idempotency_key!r} was used for another request, which made "
                 f"job {rows[0]['id']!r}. Send a new key with a new request."
@@ -207,10 +220,12 @@ class JobStore(JobEvents):
         advance_when_flat: bool = False,
         idempotency_key: str | None = None,
         calls: Sequence[str] = (),
+        max_queued: int | None = None,
     ) -> JobInfo:
         """A new job at the end of the queue, or the one that this key and request created before.
 
-        `groups` are packed; `metrics` are known before it is trained. `calls`: ids of recorded calls to keep until its end.
+        `groups` are packed; `metrics` are known before it is trained. `calls`: ids of recorded calls to
+        keep until its end. Raises Busy if `max_queued` jobs are queued.
         """
         job = JobInfo(
             id=f"job-{secrets.token_hex(10)}",
@@ -228,6 +243,9 @@ class JobStore(JobEvents):
         with self._writing() as db:
             if known := self.repeated(model.key, idempotency_key, request_sha256):
                 return known
+            # Counted in the transaction that adds the job: no other can be added in between.
+            (queued,) = db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()
+            check_queue(queued, max_queued)
             db.execute(
                 "INSERT INTO jobs (id, model, base_model, state, info, groups, calls, "
                 "idempotency_key, request_sha256) VALUES (?, ?, ?, ?, ?, ?, '[]', ?, ?)",
@@ -249,15 +267,19 @@ class JobStore(JobEvents):
             cursor = db.execute(
                 "UPDATE jobs SET groups = x'' WHERE id IN (SELECT id FROM (SELECT id, ended, "
                 "sum(size) OVER (ORDER BY ended DESC, place DESC) AS total FROM (SELECT id, place, "
-                "length(groups) AS size, json_extract(info, '$.ended_at') AS ended FROM jobs "
+                f"length(groups) AS size, {ENDED_AT} AS ended FROM jobs "
                 "WHERE length(groups) > 0 AND ended IS NOT NULL)) WHERE ended < ? OR total > ?)",
                 (time.time() - max_age_s, max_bytes),
             )
             return cursor.rowcount
 
     def take(self, job_id: str, pin: Pin | None) -> JobInfo:
-        """Start a queued job from `pin`; None keeps the pin of an earlier attempt."""
+        """Start a queued job from `pin`; None keeps the pin of an earlier attempt.
+
+        Raises StateError if a newer version queued it with settings that this one does not know.
+        """
         job, pinned = self.get(job_id), dict[str, Any]()
+        self._check_settings_known(job)
         if pin is not None:
             rows = job.config.row_tokens or pin.row_tokens
             pinned = {
@@ -271,15 +293,30 @@ class JobStore(JobEvents):
         failpoint("job/after-take")
         return job
 
+    def _check_settings_known(self, job: JobInfo) -> None:
+        (row,) = self._store.query("SELECT info FROM jobs WHERE id = ?", (job.id,))
+        unknown = [path for path in unknown_keys(job, json.loads(row["info"])) if len(path) > 1]
+        if unknown:
+            raise StateError(
+                f"job {job.id!r} was queued by a newer hone: this one does not know its "
+                f"{'.'.join(unknown[0])} and would train something else. Upgrade hone and send the "
+                "job again, or send it without that key."
+            )
+
     def move(
         self, job_id: str, state: JobState, *, remember: bool = False, **fields: Any
     ) -> JobInfo:
-        """Change a job's state and any other of its fields.
+        """Change a job's state and any other of its fields; texts are stored without secrets.
 
         `remember`: if the disk fails, keep the change in memory and write it later.
         """
         times = {"running": {"started_at": time.time()}, "queued": {"started_at": None}}
         fields = {"state": state, **times.get(state, {"ended_at": time.time()}), **fields}
+
+        if failure := fields.get("failure"):
+            fields["failure"] = redact_json(failure.model_dump())
+        if waiting_for := fields.get("waiting_for"):
+            fields["waiting_for"] = redact(waiting_for)
 
         def moved(job: JobInfo) -> dict[str, Any]:
             if state not in NEXT.get(job.state, ()):
@@ -293,15 +330,19 @@ class JobStore(JobEvents):
 
     def write_pending(self) -> None:
         """Write the changes that are only in memory; StorageError if the disk still fails."""
-        if self._pending:
+        if self._pending or self.unwritten:
             with self._writing():
                 pass
 
     def request_cancel(self, job_id: str) -> JobInfo:
-        """Cancel a queued job at once; a running one is asked to stop; one that ended stays."""
+        """Cancel a queued job at once; a running one is asked to stop; one that ended stays.
+
+        A job that ran in a server that was killed is cancelled at once: nothing would end it.
+        """
 
         def cancelled(job: JobInfo) -> dict[str, Any]:
-            ended = {"state": "cancelled", "ended_at": time.time()} if job.state == "queued" else {}
+            runs = job.state == "running" and job_id in self._running
+            ended = {} if runs else {"state": "cancelled", "ended_at": time.time()}
             return {**ended, "cancel_requested": True} if job.state in NEXT else {}
 
         return self._change(job_id, cancelled, remember=True)
@@ -314,9 +355,14 @@ class JobStore(JobEvents):
                 await woken.wait()
 
     def emit(self, job_id: str, type: str, data: dict[str, Any]) -> JobEvent:
-        with self._writing() as db:
+        """An event of a running job; if the disk fails, it is kept in memory and written later."""
+        with self.lock:
             event = self.new_event(job_id, type, data)
-            self.write_event(db, event)
+            try:
+                with self._writing() as db:
+                    self.write_event(db, event)
+            except _REFUSED:
+                self.unwritten.append(event)
         self.wake(job_id)
         return event
 
@@ -330,7 +376,8 @@ class JobStore(JobEvents):
         queued, failed = [], []
         with self._writing() as db:  # queued jobs were not running in this crash
             db.execute(
-                "UPDATE jobs SET info = json_set(info, '$.server_deaths', 0) WHERE state = 'queued'"
+                "UPDATE jobs SET info = json_set(info, '$.server_deaths', 0) "
+                "WHERE state = 'queued' AND CASE json_valid(info) WHEN 1 THEN 1 END"
             )
         for job in reversed(self.list(state="running", limit=-1)):
             deaths = job.server_deaths + 1
@@ -363,11 +410,15 @@ class JobStore(JobEvents):
                 with self._writing() as db:
                     _update(db, job)
                     self.write_event(db, event)
-            except StorageError:
+            except _REFUSED:
                 if not remember:
                     raise
                 self._pending[job_id] = job
                 self.unwritten.append(event)
+            if job.state == "running":
+                self._running[job_id] = job
+            else:
+                self._running.pop(job_id, None)
             if job.cancel_requested and job.state in NEXT:
                 self.cancelling.add(job_id)
             else:
@@ -389,10 +440,30 @@ class JobStore(JobEvents):
             self.unwritten.clear()
 
 
+def check_queue(queued: int, max_queued: int | None) -> None:
+    """Raise Busy if the queue has no place for another job."""
+    if max_queued is not None and queued >= max_queued:
+        raise Busy(
+            f"{queued} jobs are queued, the maximum of this server (max_queued_jobs); wait for one to "
+            "end, or cancel one",
+            retry_after_s=10,
+        )
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two hashes of the same version differ."""
+    return one != other and one.partition(":")[0] == other.partition(":")[0]
+
+
+def _job(row: Row) -> JobInfo:
+    return read_row(JobInfo, row["info"], f"job {row['id']!r}")
+
+
 def _update(db: Connection, job: JobInfo) -> None:
+    (before,) = db.execute("SELECT info FROM jobs WHERE id = ?", (job.id,)).fetchone() or (None,)
     db.execute(
         "UPDATE jobs SET state = ?, info = ? WHERE id = ?",
-        (job.state, job.model_dump_json(), job.id),
+        (job.state, dump_row(job, before), job.id),
     )
     if job.state in FINAL:  # its calls may be pruned
         db.execute("DELETE FROM call_refs WHERE job = ?", (job.id,))

@@ -10,9 +10,10 @@ a new model under the old name refuses them, because it never had the adapter th
 """
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
-from hone.disk import move
+from hone.disk import move, storage
 from hone.errors import Conflict, NotFound
 from hone.logs import say
 from hone.store.calls import CallStore
@@ -25,14 +26,18 @@ from hone.types import ModelKey
 
 FAILPOINTS = ("rename/after-intent", "rename/after-move", "rename/after-commit")
 
-
+_DONE = (
+    "SELECT 1 FROM renames WHERE project = :project AND name = :name AND new_name = :new_name "
+    "AND done = 1"
+)
 UPDATES = (
     "UPDATE models SET name = :new_name, spec = json_set(spec, '$.name', :new_name) "
     "WHERE project = :project AND name = :name",
     "UPDATE registrations SET name = :new_name WHERE project = :project AND name = :name",
-    "UPDATE jobs SET model = :new, info = json_set(info, '$.model', :new) WHERE model = :old",
+    "UPDATE jobs SET model = :new, info = CASE json_valid(info) "
+    "WHEN 1 THEN json_set(info, '$.model', :new) ELSE info END WHERE model = :old",
     "UPDATE runs SET spec = json_set(spec, '$.model', :new) "
-    "WHERE json_extract(spec, '$.model') IN (:old, :bare)",
+    "WHERE CASE json_valid(spec) WHEN 1 THEN json_extract(spec, '$.model') END = :old",
     "UPDATE renames SET done = 1 "
     "WHERE project = :project AND name = :name AND new_name = :new_name",
 )
@@ -50,6 +55,7 @@ class Renames:
 
     def rename(self, key: ModelKey, new: ModelKey) -> bool:
         """Rename a model; False if that was done before and only the answer was lost."""
+        self.jobs.write_pending()  # otherwise these jobs would get the old name back
         if not self._write_intent(key, new):
             return False
         failpoint("rename/after-intent")
@@ -80,6 +86,11 @@ class Renames:
                 return False
             self._check_free(record, new)
             self._check_idle(key)
+            # One that was refused, and not repeated, must not be finished after this one.
+            db.execute(
+                "DELETE FROM renames WHERE project = ? AND name = ? AND done = 0",
+                (key.project, key.name),
+            )
             db.execute(
                 "INSERT OR REPLACE INTO renames VALUES (?, ?, ?, ?, 0)",
                 (key.project, key.name, new.name, time.time()),
@@ -93,7 +104,8 @@ class Renames:
                 f"model {str(record.key)!r}: {str(new)!r} exists already, or its directory "
                 f"{directory} does. Choose another name."
             )
-        check_name(record.spec.model_copy(update={"name": new.name}), known)
+        others = [other for other in known if other.key != record.key]
+        check_name(record.spec.model_copy(update={"name": new.name}), others)
 
     def _check_idle(self, key: ModelKey) -> None:
         for job_state in ("queued", "running"):
@@ -106,21 +118,29 @@ class Renames:
     def _carry_out(self, key: ModelKey, new: ModelKey) -> None:
         """Everything after the intent; can be repeated from any point."""
         old_dir, new_dir = self.checkpoints.model_dir(key), self.checkpoints.model_dir(new)
-        if old_dir.exists() and not new_dir.exists():
-            move(old_dir, new_dir)
-        failpoint("rename/after-move")
-        same_name = [known for known in self.models.list() if known.key.name == key.name]
         names = {
             "old": str(key),
             "new": str(new),
             "project": key.project,
             "name": key.name,
             "new_name": new.name,
-            # Runs may call a model by its name alone, if that means no other.
-            "bare": key.name if len(same_name) == 1 else str(key),
         }
-        with self.store.transaction(durable=True) as db:
-            for statement in UPDATES:
-                db.execute(statement, names)
+        # The directory is moved inside the transaction: if another process has locked the database,
+        # the transaction does not begin, and the directory stays where the database says it is.
+        moved = False
+        try:
+            with self.store.transaction(durable=True) as db:
+                if old_dir.exists() and not new_dir.exists():
+                    with storage(new_dir):
+                        move(old_dir, new_dir)
+                    moved = True
+                failpoint("rename/after-move")
+                for statement in UPDATES:
+                    db.execute(statement, names)
+        except BaseException:  # a commit that fails may have happened
+            if moved and not self.store.query(_DONE, names):
+                with suppress(OSError):
+                    move(new_dir, old_dir)
+            raise
         self.models.read_again()
         say("model renamed", model=str(key), to=str(new))

@@ -10,12 +10,15 @@ A web page can make a browser call this machine under a host name that was chang
 import base64
 import hmac
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from hone.errors import Forbidden
+from hone.redact import add_secrets
+
+Network = IPv4Network | IPv6Network
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 """Names of this machine; ART's client connects to 0.0.0.0 by default."""
@@ -23,6 +26,29 @@ INFERENCE = "hone-inference-"
 """Prefix of an inference key."""
 NO_KEY = "default"
 """What clients send if no key is set: OpenAI's clients must send one."""
+FORWARDED_FOR = "x-forwarded-for"
+"""The only header from which a client's address is taken, from proxies that the operator named."""
+_ADDRESS_OF_CLIENT = frozenset(
+    {
+        "cf-connecting-ip",
+        "cf-connecting-ipv6",
+        "fastly-client-ip",
+        "fly-client-ip",
+        "true-client-ip",
+        "x-azure-clientip",
+        "x-client-ip",
+        "x-cluster-client-ip",
+        "x-envoy-external-address",
+        "x-original-forwarded-for",
+        "x-originating-ip",
+        "x-real-ip",
+        "x-remote-addr",
+        "x-remote-ip",
+    }
+)
+"""Other headers in which proxies name the address of their client."""
+_PROXIED = _ADDRESS_OF_CLIENT | {"forwarded", "via"}
+"""Headers that proxies add, besides X-Forwarded-*."""
 KEY_FORM = "expected at least one character, all of them printable ASCII without spaces"
 """What `is_key` requires."""
 
@@ -95,8 +121,49 @@ def check_not_forwarded(headers: Mapping[str, str], key_option: str) -> None:
 
 def forwarded(headers: Mapping[str, str]) -> str | None:
     """The header that shows that a proxy forwarded the request."""
-    known = ("forwarded", "via", "x-real-ip")
-    return next((h for h in headers if h in known or h.startswith("x-forwarded-")), None)
+    return next((h for h in headers if h in _PROXIED or h.startswith("x-forwarded")), None)
+
+
+def is_peer(
+    address: str | None,
+    client: str | None,
+    headers: Mapping[str, str],
+    *,
+    claims: Sequence[str],
+    networks: Sequence[Network],
+    proxies: Sequence[Network],
+) -> bool:
+    """Whether a request comes from one of the networks, as far as its proxies can be believed.
+
+    `address` is at the other end of the connection; `client` is what X-Forwarded-For makes of it if
+    that is one of the proxies; `claims` are what `claimed_addresses` returns.
+
+    A proxy is never a peer itself. It must name its client in X-Forwarded-For. If it writes another
+    header only, X-Forwarded-For is what the client itself has sent; so both must agree.
+    """
+    if not is_in(address, proxies):
+        return forwarded(headers) is None and is_in(address, networks)
+    if FORWARDED_FOR not in headers or "forwarded" in headers:
+        return False
+    if is_in(client, proxies) or not is_in(client, networks):
+        return False
+    named = ip(client or "")
+    return all(ip(one) == named or is_in(one, proxies) for one in claims)
+
+
+def claimed_addresses(headers: Iterable[tuple[bytes, bytes]]) -> tuple[str, ...]:
+    """The addresses that proxies name in headers other than X-Forwarded-For and Forwarded."""
+    return tuple(
+        value.decode("latin-1").strip()
+        for name, value in headers
+        if name.decode("latin-1") in _ADDRESS_OF_CLIENT
+    )
+
+
+def is_in(address: str | None, networks: Sequence[Network]) -> bool:
+    """Whether the text is an IP address in one of the networks."""
+    parsed = ip(address or "")
+    return parsed is not None and any(parsed in network for network in networks)
 
 
 def is_key(text: str) -> bool:
@@ -126,7 +193,9 @@ def _keys(headers: Mapping[str, str]) -> tuple[str, str]:
 def derive_inference_key(api_key: str) -> str:
     """The key that is valid for the inference APIs only; it does not reveal the API key."""
     digest = hmac.digest(api_key.encode(), b"hone: OpenAI API only", "sha256")
-    return INFERENCE + base64.urlsafe_b64encode(digest[:24]).decode()
+    key = INFERENCE + base64.urlsafe_b64encode(digest[:24]).decode()
+    add_secrets((api_key, key))  # no text that this process writes may hold them
+    return key
 
 
 def hostname(host: str) -> str:
@@ -137,11 +206,13 @@ def hostname(host: str) -> str:
 
 
 def ip(text: str) -> IPv4Address | IPv6Address | None:
-    """The text as an IP address; None if it is not one."""
+    """The text as an IP address, IPv4 that IPv6 maps as IPv4; None if it is not one."""
     try:
-        return ip_address(text)
+        address = ip_address(text)
     except ValueError:
         return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
 
 
 @lru_cache(maxsize=1)

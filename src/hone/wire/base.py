@@ -27,6 +27,11 @@ class Request(Protocol):
         """The same request as a chat completion."""
         ...
 
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        """Keys that were sent and have no effect, whatever the model."""
+        ...
+
     def request_fields(self, not_applicable: list[str]) -> dict[str, Any] | None:
         """Fields that are recorded with the call, for requests that name this one later.
 

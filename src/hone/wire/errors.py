@@ -4,7 +4,8 @@ In:   a HoneError, or a message and a status; the body of any error response
 Out:  a status and {"error": {message, type, param, code}}; the message of a body in this or
       another shape
 
-`type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
+A message quotes what a client sent and what a part of the server printed, so it is written without
+secrets. `type` is one of OpenAI's: clients of that API decide by it and by the status whether to retry.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from hone import errors
 from hone.errors import BadRequest, HoneError, did_you_mean
+from hone.redact import redact
 
 _STATUS = (
     (errors.NotFound, 404),
@@ -40,7 +42,18 @@ def error_body(
         kind = "rate_limit_exceeded"
     if status == 401:
         code = code or "invalid_api_key"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": redact(message), "type": kind, "param": param, "code": code}}
+
+
+RETRY_HEADER = "x-should-retry"
+"""Clients of OpenAI and Anthropic retry 408, 409, 429 and 5xx, unless this header is `false`."""
+
+
+def is_final(error: Exception, status: int) -> bool:
+    """Whether the same request would fail again; False where it may succeed later, or is unknown."""
+    if isinstance(error, errors.Unavailable | errors.EngineError):
+        return False
+    return isinstance(error, HoneError) or (status < 500 and status not in (408, 429))
 
 
 def status_of(error: HoneError) -> int:
@@ -58,10 +71,11 @@ def error_response(error: Exception, log_file: Path) -> tuple[int, dict[str, Any
     code = getattr(error, "code", None)
     body = error_body(str(error), status, param=param, code=code)
     body["exception"] = type(error).__name__
-    body["detail"] = str(error)
+    body["detail"] = redact(str(error))
     if fields:
         body["detail"] = [
-            {"loc": ["body", *f.path], "msg": f.message, "type": "value_error"} for f in fields
+            {"loc": ["body", *f.path], "msg": redact(f.message), "type": "value_error"}
+            for f in fields
         ]
     return status, body
 

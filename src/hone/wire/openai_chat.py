@@ -3,12 +3,14 @@
 In:   the body of /v1/chat/completions or /v1/completions
 Out:  ChatRequest or CompletionRequest; BadRequest names the first wrong key
 
-IGNORED lists keys without effect, _REFUSED keys that are not supported in this version, each with
-the reason.
+IGNORED lists keys without effect, with the reason; a response names those that its request had.
+_REFUSED lists keys that are not supported, with what to do instead and the values that request
+nothing. Both have the keys of OpenAI's API and of vLLM's.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -22,7 +24,7 @@ from pydantic import (
 )
 
 from hone.errors import BadRequest
-from hone.wire.errors import brief
+from hone.wire.errors import brief, invalid_value
 from hone.wire.json import load_object
 from hone.wire.output_format import OutputFormat, output_format
 from hone.wire.request_body import GenerationBody, Refused
@@ -32,9 +34,18 @@ IGNORED = {
     "metadata": "labels for OpenAI's dashboard",
     "store": "whether OpenAI stores the response; every call is recorded here",
     "service_tier": "there is one tier",
+    "verbosity": "no chat template has such an argument; ask for it in the messages",
     "prompt_cache_key": "prefixes are cached by their tokens",
+    "prompt_cache_options": "prefixes are cached by their tokens",
+    "prompt_cache_retention": "prefixes are cached by their tokens",
     "safety_identifier": "names the end user; there are no accounts here",
-    "return_token_ids": "vLLM's key; the ids are always returned",
+    "priority": "vLLM's key; requests are answered in the order in which they arrive",
+    "request_id": "vLLM's key; the server makes the id",
+    "cache_salt": "vLLM's key; prefixes are cached by their tokens alone",
+    "media_io_kwargs": "vLLM's key for images and sound, of which there are none here",
+    "mm_processor_kwargs": "vLLM's key for images and sound, of which there are none here",
+    "spaces_between_special_tokens": "vLLM's key; the text is that of the sampled tokens",
+    "guided_decoding_backend": "vLLM's key; there is one library for constraints, llguidance",
 }
 
 _REFUSED: Refused = {
@@ -47,7 +58,34 @@ _REFUSED: Refused = {
     "best_of": ("send n instead", 1),
     "echo": ("the prompt's ids are returned as prompt_token_ids", False),
     "suffix": ('leave it out, or send ""', ""),
+    "moderation": ("leave it out",),
     "extra_body": ("its keys belong at the top level of the request",),
+    # vLLM's keys
+    "ignore_eos": ("the end token always ends the answer; send min_tokens", False),
+    "use_beam_search": ("answers are sampled; send n for several", False),
+    "length_penalty": ("it is for beam search, and answers are sampled", 1.0, 1),
+    "include_stop_str_in_output": ("the ids of the stop string are in token_ids", False),
+    "truncate_prompt_tokens": ("shorten the prompt; what is too long is refused",),
+    "prompt_logprobs": ("only the answer's log-probabilities are returned",),
+    "allowed_token_ids": ("send structured_outputs, or a logit_bias",),
+    "bad_words": ("send a logit_bias of -100 for their tokens", []),
+    "prompt_embeds": ("send the prompt as text or token ids",),
+    "guided_whitespace_pattern": ("send a regex or a grammar",),
+    "thinking_token_budget": ("send max_tokens",),
+    "repetition_detection": ("send max_tokens, or a repetition_penalty",),
+    "kv_transfer_params": ("the engine has a KV cache of its own",),
+    "vllm_xargs": ("leave it out",),
+}
+_REFUSED_IN_CHATS: Refused = {
+    "include_reasoning": ("leave reasoning_content out in the client", True),
+    "add_generation_prompt": ("the answer is a new message of the assistant", True),
+    "continue_final_message": ("end with a message of the user", False),
+    "add_special_tokens": ("the chat template writes them", False),
+    "chat_template": ("the model's own is used, so that training sees the same prompts",),
+    "documents": ("send chat_template_kwargs: {'documents': [...]}",),
+}
+_REFUSED_IN_COMPLETIONS: Refused = {
+    "add_special_tokens": ("send the prompt as token ids", True),
 }
 
 GREEDY_BELOW = 1e-3
@@ -100,6 +138,17 @@ class _Request(GenerationBody):
     """Inside a rollout the server's own seed is used instead."""
     stop: _Stops = Field(default_factory=list)
     """Up to 16 strings that end the answer."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
+    """vLLM's key: further ids that end the answer. The last one is no part of its text."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """vLLM's key: the answer does not end before it has so many tokens. Until then the ids that end
+    it are excluded, so these tokens have a log-probability after masking as well. Not together with
+    stop or a required format."""
+    skip_special_tokens: bool | None = None
+    """vLLM's key. The text has every token but the one that ended it, as if this were false; true has
+    no effect."""
+    return_token_ids: bool | None = None
+    """vLLM's key; the ids are always returned."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -121,6 +170,10 @@ class _Request(GenerationBody):
     """include_usage: one last chunk with the usage."""
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens `token_id:N`; always so for models registered by ART."""
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        return (*self._unused, *(("skip_special_tokens",) if self.skip_special_tokens else ()))
 
     @property
     def sampling_temperature(self) -> float:
@@ -161,7 +214,19 @@ class _Request(GenerationBody):
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
         request = super().parse(body)
-        _ = request.output_format  # raises
+        output = request.output_format  # raises
+        if request.min_tokens:
+            if request.limit is not None and request.min_tokens > request.limit:
+                raise invalid_value(
+                    "min_tokens", f"{request.min_tokens} is more than the limit of {request.limit}"
+                )
+            if request.stop or output is not None:
+                other = "stop" if output is None else output.param
+                raise BadRequest(
+                    f"min_tokens: not together with {other} in this version; leave one out",
+                    param="min_tokens",
+                    code="unsupported_parameter",
+                )
         return request
 
 
@@ -169,6 +234,7 @@ class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     kind = "a chat completion"
+    refused = MappingProxyType({**_REFUSED, **_REFUSED_IN_CHATS})
 
     messages: list[Any] = Field(min_length=1)
     """The conversation so far, as OpenAI messages of text."""
@@ -184,6 +250,9 @@ class ChatRequest(_Request):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the model's chat template, e.g. enable_thinking."""
+    reasoning_effort: str | None = Field(default=None, min_length=1, max_length=32)
+    """The template's argument of that name; none also sets enable_thinking to false. Named in
+    not_applicable if the template has neither."""
 
     @field_validator("top_logprobs")
     @classmethod
@@ -204,11 +273,33 @@ class ChatRequest(_Request):
     def chat(self) -> Self:
         return self
 
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Arguments of the chat template; of those of the effort it may have one, or none."""
+        return {**self._effort_kwargs, **(self.chat_template_kwargs or {})}
+
+    @property
+    def _effort_kwargs(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        return {"reasoning_effort": effort} | (
+            {"enable_thinking": False} if effort == "none" else {}
+        )
+
+    def unused_in_template(self, ignored: Collection[str]) -> list[str]:
+        """Keys without effect, if the template has no arguments of the names in `ignored`."""
+        sent = self.chat_template_kwargs or {}
+        names = [f"chat_template_kwargs.{key}" for key in ignored if key in sent]
+        effort = self._effort_kwargs
+        return [*names, "reasoning_effort"] if effort and effort.keys() <= set(ignored) else names
+
 
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     kind = "a completion"
+    refused = MappingProxyType({**_REFUSED, **_REFUSED_IN_COMPLETIONS})
 
     prompt: str | list[Any]
     """Text, or token ids; one prompt per request."""

@@ -167,6 +167,10 @@ class ResponsesRequest:
         messages = [*earlier, *read_input(self.body.input, items)]
         return replace(self, chat=_chat_request(self.body, messages))
 
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        return (*self.body.unused_keys, *self.chat.unused_keys)
+
     def request_fields(self, not_applicable: list[str]) -> dict[str, Any] | None:
         """What a stored response returns again, without tools that are recorded with the call."""
         if self.body.store is False:
@@ -205,12 +209,11 @@ class ResponsesRequest:
         }
 
     def not_applicable(self, ignored: list[str]) -> list[str]:
-        """Keys of this request without effect; `ignored` are arguments the template does not use."""
+        """Keys of this request without effect; `ignored` are those of the chat completion."""
         body = self.body
-        used = {f"chat_template_kwargs.{key}" for key in _effort_kwargs(body)}
-        names = [name for name in ignored if name not in used]
-        if used and used <= set(ignored):
-            names.append("reasoning.effort")
+        effort = (body.reasoning or {}).get("effort") is not None
+        own = {"reasoning_effort": "reasoning.effort"} if effort else {}
+        names = [own.get(name, name) for name in ignored]
         if (body.text or {}).get("verbosity") is not None:
             names.append("text.verbosity")
         reasoning = body.reasoning or {}
@@ -224,9 +227,8 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
     tools, choice = _tools(body)
     logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
     extras = _chat_extras(body)
-    kwargs = extras.get("chat_template_kwargs")
-    if kwargs is None or isinstance(kwargs, dict):  # what is neither is refused with the rest
-        kwargs = {**_effort_kwargs(body), **(kwargs or {})} or None
+    if (effort := (body.reasoning or {}).get("effort")) is not None:
+        extras["reasoning_effort"] = effort
     sent = {
         **extras,
         "model": body.model,
@@ -240,7 +242,6 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
         "logprobs": logprobs,
         "top_logprobs": body.top_logprobs,
         "response_format": _response_format(body.text),
-        "chat_template_kwargs": kwargs,
         "stream": body.stream,
     }
     return ChatRequest.parse(sent)
@@ -248,20 +249,13 @@ def _chat_request(body: _Body, messages: list[dict[str, Any]]) -> ChatRequest:
 
 def _chat_extras(body: _Body) -> dict[str, Any]:
     """Keys of a chat completion that this API does not have."""
-    extras = body.model_extra or {}
+    extras = dict(body.model_extra or {})
+    of_chats = {*ChatRequest.model_fields, *ChatRequest.ignored, *ChatRequest.refused}
     for key in extras:
-        if key not in ChatRequest.model_fields:
+        if key not in of_chats:
             known = [*_Body.model_fields, *IGNORED, *_REFUSED, *ChatRequest.model_fields]
             raise unknown_key(key, "a response", known)
     return extras
-
-
-def _effort_kwargs(body: _Body) -> dict[str, Any]:
-    """The effort as arguments of the chat template, which may have one of them, or none."""
-    effort = (body.reasoning or {}).get("effort")
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:

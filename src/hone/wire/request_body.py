@@ -3,14 +3,15 @@
 In:   a JSON object
 Out:  a RequestBody; BadRequest names the first wrong key
 
-Every key is honoured, refused by name, or listed in `ignored` with the reason why it has no effect.
-Keys that are not supported yet are accepted only with a value that requests nothing.
+Every key is honoured, refused by name, or listed in `ignored` with the reason why it has no effect;
+the response names the ignored keys that were sent. A key that would change the answer is never
+ignored: if it is not supported, it is accepted only with a value that requests nothing.
 """
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from hone.errors import BadRequest
 from hone.wire.errors import bad_request, brief
@@ -30,16 +31,27 @@ class RequestBody(BaseModel):
     ignored: ClassVar[Mapping[str, str]] = {}
     """Keys that many clients send, accepted with any value, and why they have no effect."""
     refused: ClassVar[Refused] = {}
+    _unused: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
         """The request; raises BadRequest naming the first key that is wrong."""
         # Clients send null for keys that are not set.
-        sent = {k: v for k, v in body.items() if v is not None and k not in cls.ignored}
+        sent = {k: v for k, v in body.items() if v is not None}
+        read = {k: v for k, v in sent.items() if k not in cls.ignored}
         try:
-            return cls.model_validate({k: v for k, v in sent.items() if not cls._is_neutral(k, v)})
+            request = cls.model_validate(
+                {k: v for k, v in read.items() if not cls._is_neutral(k, v)}
+            )
         except ValidationError as error:
             raise bad_request(error, cls.kind, [*cls.model_fields, *cls.ignored]) from None
+        request._unused = tuple(key for key in sent if key in cls.ignored)
+        return request
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        """Keys that were sent and have no effect, whatever the model."""
+        return self._unused
 
     @classmethod
     def _is_neutral(cls, key: str, value: Any) -> bool:

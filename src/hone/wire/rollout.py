@@ -22,6 +22,8 @@ TEMPERATURE_HEADER = "X-Hone-Temperature"
 HELD_HEADER = "X-Hone-Held-S"
 """Header of a response: for how many seconds the server held the request; absent if it did not."""
 
+ATTEMPT = "~"
+"""Separates a rollout's name from its attempt in ids such as `run:0.0.3.1~2`."""
 ROLLOUT_ID = re.compile(get_args(RolloutId)[1].pattern)
 MAX_FUNCTION = 512
 _IN_URL = re.compile(r"[A-Za-z0-9_-]+")
@@ -142,6 +144,15 @@ class RolloutScope:
             step=int(values["step"]) if "step" in values else None,
             aliases=_parse_aliases(values.get("alias", "")),
         )
+
+
+def without_attempt(rollout: str) -> str:
+    """The rollout's name, which all its attempts share: they draw the same answers.
+
+    A rollout is attempted again after an infrastructure failure, or if the run was interrupted. With
+    other draws, answers that bring down the infrastructure would be sampled away.
+    """
+    return rollout.partition(ATTEMPT)[0]
 
 
 def _parse_aliases(text: str) -> tuple[tuple[str, str], ...]:

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
 from hone.errors import AgentCrashed, ConfigError, PolicyFailure
+from hone.redact import redact
 from hone.workflow.address import (
     ADDRESS_NAMES,
     Address,
@@ -222,8 +223,11 @@ class _Program:
         if not ended.status:
             return
         stderr = ended.stderr.decode(errors="replace").rstrip()
+        # Cut after the secrets are removed: half of one would not be recognized.
         last = (
-            f": {stderr.splitlines()[-1][-500:]}" if stderr else ", and printed nothing to stderr"
+            f": {redact(stderr.splitlines()[-1])[-500:]}"
+            if stderr
+            else ", and printed nothing to stderr"
         )
         config, name = self._config, self._config.command[0]
         message = f"{name} exited with status {ended.status}{last}"

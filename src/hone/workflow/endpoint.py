@@ -18,7 +18,7 @@ import httpx2
 from hone.capture.base import current
 from hone.capture.scope import not_captured
 from hone.errors import AgentCrashed, ConfigError, PolicyFailure
-from hone.redact import redact_urls
+from hone.redact import redact_start, redact_urls
 from hone.workflow.function import Function
 from hone.workflow.jsonable import dumps
 from hone.workflow.outside import outside_in
@@ -78,7 +78,7 @@ class _Service:
                     self._url, headers=headers, content=dumps({"input_message": input})
                 )
         if not response.is_success:
-            raise refusal(self._name, response.status_code, response.text[:DETAILS])
+            raise refusal(self._name, response.status_code, redact_start(response.text, DETAILS))
         return self._output(response.text)
 
     def _output(self, text: str) -> Any:
@@ -107,7 +107,8 @@ class _Service:
             value = None
         if not isinstance(value, dict):
             raise AgentCrashed(
-                f"{self._name} answered with a line that is not a JSON object: {text[:200]!r}",
+                f"{self._name} answered with a line that is not a JSON object: "
+                f"{redact_start(text, 200)!r}",
                 reason="no_output",
             )
         return value

@@ -26,9 +26,10 @@ from hone.capture.openai import LEFT, UNANSWERED
 from hone.config.policy import PolicyCalls
 from hone.errors import AgentCrashed, AgentFailed, PolicyFailure
 from hone.place import chain_of, place_in, place_waited_at
+from hone.redact import redact
 from hone.trajectory import failure_of
 from hone.types import Failure
-from hone.workflow.outside import is_outside_answer, reason_of
+from hone.workflow.outside import api_code, is_outside_answer, reason_of
 
 Kind = Literal["infrastructure", "policy"]
 Cause = Literal["policy", "agent", "outside"]
@@ -45,7 +46,7 @@ class RolloutFailure:
     kind: Kind
     reason: str
     """One word, to count by. Outside: connection, server_error, timeout, resources, killed,
-    not_started, infrastructure_exceptions, or the `reason` of an AgentFailed. After an answer:
+    not_started, model_name, infrastructure_exceptions, or the `reason` of an AgentFailed. After an answer:
     agent_error, unparseable, token_limit, timeout, exit_status, no_output, output_too_large, or the
     `reason` of a PolicyFailure."""
     failure: Failure
@@ -96,14 +97,15 @@ def raised(
     failure = failure_of(error)
     if isinstance(error, AgentFailed | PolicyFailure) and error.details:
         # The agent is a program or a service: its own output is more useful than our stack.
-        place = place_in(error.details)
-        failure = failure.model_copy(update={"traceback": error.details, "place": place})
+        details = redact(error.details)
+        place = place_in(details)
+        failure = failure.model_copy(update={"traceback": details, "place": place})
     more = ""
     if reason == "connection":
         more = _unreached(error)
     elif cause == "agent" and reason not in _ANSWERS:
         more = _truncated(calls)
-    failure = failure.model_copy(update={"message": failure.message + more})
+    failure = failure.model_copy(update={"message": failure.message + redact(more)})
     result = RolloutFailure.of(cause, reason, failure, calls, answered)
     if result.kind == "infrastructure" and result.reason in _ANSWERS:
         return replace(result, reason="agent_error")
@@ -151,7 +153,7 @@ def timed_out(
         f"of which {num_answered} were answered"
     )
     failure = Failure(
-        type="TimeoutError", message=message, traceback=place, place=place_waited_at(place)
+        type="TimeoutError", message=message, traceback=redact(place), place=place_waited_at(place)
     )
     # A call in flight does not excuse the policy: an agent that never ends is nearly always in one.
     ended = [call for call in calls if not _is_interrupted(call)]
@@ -198,22 +200,9 @@ def _is_unparseable(error: BaseException) -> bool:
 
 
 def _is_too_long(error: BaseException) -> bool:
-    """Whether the conversation exceeds the model's context.
-
-    Anthropic's client has the code only in the body; LiteLLM has a class of its own.
-    """
+    """Whether the conversation exceeds the model's context; LiteLLM has a class of its own."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    if "ContextWindowExceededError" in names:
-        return True
-    if "APIStatusError" not in names:
-        return False
-    try:
-        body, code = getattr(error, "body", None), getattr(error, "code", None)
-    except Exception:  # noqa: BLE001  # a user's exception may raise anything
-        return False
-    inner = body.get("error") if isinstance(body, dict) else None
-    code = code or (inner.get("code") if isinstance(inner, dict) else None)
-    return code == "context_length_exceeded"
+    return "ContextWindowExceededError" in names or api_code(error) == "context_length_exceeded"
 
 
 def _is(error: BaseException, library: str, name: str) -> bool:

@@ -20,7 +20,7 @@ from hone.capture.scope import not_captured
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
 from hone.errors import AgentCrashed, PolicyFailure
-from hone.redact import redact_urls
+from hone.redact import redact_start, redact_urls
 from hone.workflow.address import ADDRESS_NAMES, Address, check_placeholders, fill, workflow_llm
 from hone.workflow.fit import as_text
 from hone.workflow.function import FunctionInfo
@@ -152,7 +152,8 @@ class _Service:
         """Raise if the service reports a failure."""
         if 200 <= status < 300:
             return
-        failure = refusal(self._name, status, body[:DETAILS].decode(errors="replace"))
+        text = body.decode(errors="replace")
+        failure = refusal(self._name, status, redact_start(text, DETAILS))
         if status in self._config.policy_failure_statuses:
             raise PolicyFailure(str(failure), reason="http_status", details=failure.details)
         raise failure
@@ -174,9 +175,9 @@ class _Service:
         if not values:
             raise AgentCrashed(
                 f"{self._name}: its response has nothing at output_path {config.output_path!r}: "
-                f"{text[:200]!r}",
+                f"{redact_start(text, 200)!r}",
                 reason="no_output",
-                details=text[:DETAILS],
+                details=redact_start(text, DETAILS),
             )
         return values[0] if len(values) == 1 else values
 

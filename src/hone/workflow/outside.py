@@ -17,11 +17,23 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from hone.errors import AgentCrashed, AgentFailed, ConfigError, ServerError, Unreachable
+from hone.errors import (
+    AgentCrashed,
+    AgentFailed,
+    AmbiguousModel,
+    ConfigError,
+    ServerError,
+    UnknownModel,
+    Unreachable,
+)
 from hone.place import chain_of
 
 LISTED = "infrastructure_exceptions"
 """The reason of an exception that the YAML lists."""
+MODEL_NAME = "model_name"
+"""The reason of a request for a model that its server does not have, or has in several projects. The
+same request cannot succeed, so such a rollout is not retried."""
+_MODEL_CODES = frozenset({UnknownModel.code, AmbiguousModel.code})
 
 _STATE = frozenset({401, 402, 408, 409})
 """Statuses below 500, besides 429, with which a model's server reports its own state or that of the
@@ -192,6 +204,8 @@ def _reason(error: BaseException, listed: Collection[str]) -> str | None:
         return "connection"
     if isinstance(error, ConfigError):
         return "agent_error"  # the author's mistake, whatever the model answers
+    if api_code(error) in _MODEL_CODES:
+        return MODEL_NAME
     if isinstance(error, ServerError) or _is_refusal(error):
         return "server_error"
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -218,6 +232,15 @@ def is_outside_status(status: int) -> bool:
 def is_outside_answer(status: int) -> bool:
     """The same for a model's server, which also reports its own state below 500."""
     return is_outside_status(status) or status in _STATE
+
+
+def api_code(error: BaseException) -> str | None:
+    """The code in an error response of a model's server; Anthropic's client has it only in the body."""
+    if not any(kind.__name__ == "APIStatusError" for kind in type(error).__mro__):
+        return None
+    body, code = _get(error, "body"), _get(error, "code")
+    code = code or (_item(body, "error", "code") if isinstance(body, Mapping) else None)
+    return code if isinstance(code, str) else None
 
 
 def _is_named(kind: type, name: str) -> bool:
@@ -342,6 +365,8 @@ _STATUS_CLASSES = frozenset(
     {"HTTPError", "HTTPStatusError", "ClientResponseError", "APIStatusError", "APIError"}
     | {"InternalServerError", "ServerError", "ClientError"}
 )
+_NAME_CLASSES = frozenset({"NotFoundError", "ConflictError"})
+_MODEL_CODE_TEXT = re.compile(rf"'code': '({'|'.join(sorted(_MODEL_CODES))})'")
 _STATUS_TEXT = re.compile(r"\b(429|5\d\d)\b")
 _ERRNO_TEXT = re.compile(r"\[Errno (\d+)\]")
 _CODES = re.compile(
@@ -366,6 +391,8 @@ def outside_in(output: str) -> str | None:
                 return "connection"
             continue
         name, text = heading[1], heading[2] or ""
+        if name in _NAME_CLASSES and _MODEL_CODE_TEXT.search(text):
+            return MODEL_NAME
         if name in _SERVER or (name in _STATUS_CLASSES and _STATUS_TEXT.search(text[:80])):
             return "server_error"
         if name in _NETWORK | _SSL:

@@ -1,0 +1,107 @@
+"""Chat templates are foreign code: what a bad one does to a server, through its routes."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
+from tests.server.conftest import MakeServer, write_model
+
+from hone.chat.jinja_process import JinjaProcesses
+
+pytestmark = pytest.mark.e2e
+
+HI = {"role": "user", "content": "hi"}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[JinjaProcesses]:
+    """Processes with narrow limits, for the whole server."""
+    processes = JinjaProcesses(time_s=0.3, memory_bytes=64 << 20)
+    monkeypatch.setattr("hone.chat.jinja.PROCESSES", processes)
+    yield processes
+    processes.close()
+
+
+def ask(url: str, model: Path, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {"model": str(model), "messages": messages or [HI], **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [("{{ 'A' * 10**10 }}", "64 MiB of memory"), (ENDLESS, "0.3 s of CPU time")],
+)
+def test_a_model_whose_template_takes_too_much_is_refused_and_others_go_on(
+    template: str,
+    limit: str,
+    tmp_path: Path,
+    tiny_model: Path,
+    make_server: MakeServer,
+    processes: JinjaProcesses,
+):
+    bad = write_model(tmp_path / "bad", build_tokenizer("smollm2-instruct", template))
+    server = make_server(["ok"])
+    refused = ask(server.control_url, bad)
+    assert refused.status_code == 400, refused.text
+    assert (
+        f"the model's chat template takes more than {limit}" in refused.json()["error"]["message"]
+    )
+    assert ask(server.control_url, tiny_model).status_code == 200
+
+
+@pytest.mark.parametrize("requests", [1, 70])
+def test_a_template_that_only_some_messages_make_slow_holds_up_no_other_request(
+    requests: int,
+    tmp_path: Path,
+    tiny_model: Path,
+    make_server: MakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    processes = JinjaProcesses(time_s=PATIENCE_S)
+    monkeypatch.setattr("hone.chat.jinja.PROCESSES", processes)
+    sometimes = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}{{ messages }}"
+    bad = write_model(tmp_path / "bad", build_tokenizer("smollm2-instruct", sometimes))
+    good = write_model(tmp_path / "good", build_tokenizer("smollm2-instruct", "{{ messages }}"))
+    server = make_server(["ok"])
+    assert ask(server.control_url, bad).status_code == 200
+    assert ask(server.control_url, good).status_code == 200
+    statuses: list[int] = []
+
+    def ask_slow() -> None:
+        slow = {"role": "user", "content": "slow"}
+        statuses.append(ask(server.control_url, bad, slow).status_code)
+
+    threads = [threading.Thread(target=ask_slow) for _ in range(requests)]
+    for thread in threads:
+        thread.start()
+    while processes._idle:
+        time.sleep(0.01)
+    time.sleep(0.5 if requests > 1 else 0.0)  # until all of them have arrived
+    for other in (tiny_model, good):
+        assert ask(server.control_url, other).status_code == 200
+    assert statuses == [], "the other model waited for the slow template"
+    while any(thread.is_alive() for thread in threads):
+        processes.close()
+        time.sleep(0.01)
+    assert statuses == [400] * requests
+
+
+def test_arguments_of_a_request_cannot_replace_what_the_server_passes(
+    tmp_path: Path, make_server: MakeServer
+):
+    template = "{{ messages }}{{ tone }}"
+    base = write_model(tmp_path / "plain", build_tokenizer("smollm2-instruct", template))
+    server = make_server(["ok"])
+    refused = ask(server.control_url, base, chat_template_kwargs={"messages": []})
+    assert refused.status_code == 400
+    message = json.loads(refused.text)["error"]["message"]
+    assert message == "chat_template_kwargs: 'messages' is set by the request itself; leave it out"
+    assert ask(server.control_url, base, chat_template_kwargs={"tone": "kind"}).status_code == 200
