@@ -24,7 +24,6 @@ from tests.sinks import file_sink
 
 from hone import LocalBackend
 from hone.config.base import first_missing
-from hone.config.secrets import Secrets
 from hone.errors import ServerError
 from hone.event_log import EventLog
 from hone.inference.base import Constraint
@@ -105,7 +104,7 @@ def _send_to_a_logger(directory: Path, model: Path, patch: pytest.MonkeyPatch) -
     patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(SOURCE.parent)]))
     config = file_sink.FileConfig(path=directory / "log")
     with EventLog(directory / "events.jsonl") as events:
-        running = loggers.Loggers([config], events, Secrets())
+        running = loggers.Loggers([config], events)
         events.append("run_started", run_id="r", session=1, epochs=1, step=0)
         events.append("metrics", step=1, metrics={"x": 1})
         running.close()

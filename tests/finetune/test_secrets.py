@@ -152,14 +152,8 @@ def test_an_evaluation_writes_no_secret_of_its_agent(kind: str, capfd: pytest.Ca
     assert scores[0]["reasoning"] == f"the output has {HIDDEN} at postgres://app:{HIDDEN}@db/x"
 
 
-def test_answers_of_a_question_with_a_secret_are_found_again(tmp_path: Path):
-    Path("agent.py").write_text("""
-def run(question):
-    with open("ran", "a") as file:
-        file.write("x")
-    return "x"
-""")
-    rows(f"who owns {TOKEN}?", "login as http://me:pw@host")
+def an_evaluation() -> None:
+    """Of agent.py, whose answers must be equal to those of the rows."""
     document = {
         "workflow": {"_type": "python", "target": "agent.py:run"},
         "eval": {
@@ -171,6 +165,17 @@ def run(question):
         },
     }
     Path("config.yml").write_text(yaml.safe_dump(document))
+
+
+def test_answers_of_a_question_with_a_secret_are_found_again(tmp_path: Path):
+    Path("agent.py").write_text("""
+def run(question):
+    with open("ran", "a") as file:
+        file.write("x")
+    return "x"
+""")
+    rows(f"who owns {TOKEN}?", "login as http://me:pw@host")
+    an_evaluation()
     command = ["eval", "--config_file=config.yml", "--skip_completed_entries"]
     for _ in range(2):
         assert CliRunner().invoke(cli.app, command).exit_code == 0
@@ -183,17 +188,7 @@ def run(question):
 def test_an_answer_is_not_scored_again_without_its_secret(caplog: pytest.LogCaptureFixture):
     Path("agent.py").write_text(f"def run(question):\n    return {TOKEN!r}\n")
     Path("rows.json").write_text(json.dumps([{"id": "a", "question": "key?", "answer": TOKEN}]))
-    document = {
-        "workflow": {"_type": "python", "target": "agent.py:run"},
-        "eval": {
-            "general": {
-                "dataset": {"_type": "json", "file_path": "rows.json"},
-                "output": {"dir": "out", "cleanup": False},
-            },
-            "evaluators": {"match": {"_type": "exact_match"}},
-        },
-    }
-    Path("config.yml").write_text(yaml.safe_dump(document))
+    an_evaluation()
     for option, score in (
         (None, 1.0),
         ("--skip_completed_entries", 1.0),

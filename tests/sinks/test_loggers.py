@@ -23,7 +23,6 @@ from hone.config.base import LoggerBaseConfig
 from hone.config.problems import ConfigProblems
 from hone.config.registry import known
 from hone.config.schema import read
-from hone.config.secrets import Secrets
 from hone.event_log import EventLog
 from hone.sinks import loggers, worker
 from hone.sinks.refusals import Outbox
@@ -122,12 +121,11 @@ KILLED = """
 import os, signal
 from pathlib import Path
 from tests.sinks.file_sink import FileConfig
-from hone.config.secrets import Secrets
 from hone.event_log import EventLog
 from hone.sinks.loggers import Loggers
 
 events = EventLog(Path("out/events.jsonl"))
-loggers = Loggers([FileConfig(path=Path("log").absolute())], events, Secrets())
+loggers = Loggers([FileConfig(path=Path("log").absolute())], events)
 events.append("run_started", run_id="r", session=1, epochs=1, step=0)
 for step in range(100):
     events.append("metrics", step=step, metrics={"x": step})
@@ -141,7 +139,7 @@ def test_a_killed_run_leaves_no_gap_and_no_step_twice(command: LoggedCommand):
     config = file_sink.FileConfig(path=Path("log").absolute())
     with EventLog(command.out / "events.jsonl") as events:
         # It waits for the process of the killed run, which still sends what it can.
-        resumed = loggers.Loggers([config], events, Secrets())
+        resumed = loggers.Loggers([config], events)
         events.append("run_started", run_id="r", session=2, epochs=1, step=0)
         for step in range(100, 110):
             events.append("metrics", step=step, metrics={"x": step})
@@ -157,7 +155,7 @@ def test_a_damaged_cursor_sends_the_run_again(command: LoggedCommand):
     cursor.write_text("")
     config = file_sink.FileConfig(path=Path("log").absolute())
     with EventLog(command.out / "events.jsonl") as events:
-        running = loggers.Loggers([config], events, Secrets())
+        running = loggers.Loggers([config], events)
         events.append("run_started", run_id="r", session=1, epochs=1, step=0)
         events.append("metrics", step=1, metrics={"x": 1})
         running.close()
@@ -172,7 +170,7 @@ def test_a_logger_that_dies_with_a_damaged_cursor_does_not_fail_the_run(command:
     cursor.write_text('{"lines": "many"}')
     config = file_sink.FileConfig(path=Path("log").absolute(), trouble="dies", dies_at="x")
     with EventLog(command.out / "events.jsonl") as events:
-        running = loggers.Loggers([config], events, Secrets())
+        running = loggers.Loggers([config], events)
         events.append("run_started", run_id="r", session=1, epochs=1, step=0)
         events.append("metrics", step=1, metrics={"x": 1})
         running.close()
@@ -382,7 +380,7 @@ def test_the_best_adapter_is_marked_and_the_newest_is_the_latest(
     started = {"run_id": "r", "session": 1, "epochs": 3, "step": 0, "root": str(root)}
     config = file_sink.FileConfig(path=Path("log").absolute(), adapters=adapters)
     with EventLog(command.out / "events.jsonl") as events:
-        running = loggers.Loggers([config], events, Secrets())
+        running = loggers.Loggers([config], events)
         events.append("run_started", **started, name="agent", project="p", base_model="b")
         for epoch, reward in enumerate((0.1, 0.9, 0.2)):
             job = {"epoch": epoch, "round": 0, "step": epoch + 1, "job": "j", "seconds": 1.0}

@@ -96,7 +96,7 @@ def finetune(options: FinetuneOptions) -> int:
         Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
-        Loggers(document.loggers, events, secrets) as loggers,
+        Loggers(document.loggers, events) as loggers,
     ):
         run = Run(
             document,

@@ -17,15 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from hone.config.base import LoggerBaseConfig
 from hone.event_log import EventLog
 from hone.events import Event
+from hone.redact import redact
 from hone.sinks.worker import FOLDER, Cursor, Settings, num_lines
-
-if TYPE_CHECKING:
-    from hone.config.secrets import Secrets
 
 GRACE_S = 10.0
 """Added to a logger's `timeout_s` at the end of a run, for the start of its process."""
@@ -113,10 +111,8 @@ class Logger:
 class Loggers:
     """The loggers of a run, from its start to its end."""
 
-    def __init__(
-        self, configs: Sequence[LoggerBaseConfig], events: EventLog, secrets: "Secrets"
-    ) -> None:
-        self._events, self._secrets = events, secrets
+    def __init__(self, configs: Sequence[LoggerBaseConfig], events: EventLog) -> None:
+        self._events = events
         directory = events.path.parent
         self._running = [
             Logger(name, config, directory)
@@ -167,7 +163,7 @@ class Loggers:
         late = "it was still sending at the end of the run"
         why = late if logger.timed_out else cursor.error or f"its process ended with {status}"
         unsent = num_lines(self._events.path.parent) - cursor.lines
-        message = self._secrets.hide(
+        message = redact(
             f"Logger {logger.name} stopped: {why}. The run continues; {unsent} of its events were not "
             f"sent, and are sent when the command is run again. See {logger.log_file}."
         )

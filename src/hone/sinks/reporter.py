@@ -16,7 +16,6 @@ from pathlib import Path
 
 from hone.config import plugins, registry
 from hone.config.base import LoggerBaseConfig
-from hone.config.secrets import Secrets
 from hone.errors import ConfigError
 from hone.event_log import FILE, EventLog
 from hone.lock import LockFile
@@ -73,7 +72,7 @@ class Reporter:
         """
         self._began = time.monotonic()
         self._events = EventLog(directory / FILE)
-        self._loggers = Loggers(configs, self._events, Secrets())
+        self._loggers = Loggers(configs, self._events)
         with LockFile(directory / "reports.lock", wait_s=LOCK_S):  # two programs, one id
             known = run_of(directory)
             id = known.id if known else f"{directory.parent.name}-{secrets.token_hex(4)}"
