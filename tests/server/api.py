@@ -52,6 +52,11 @@ class Api:
     async def refused(self, status: int = 422, **fields: Any) -> dict[str, Any]:
         return await self.ask("POST", JOBS, json=job() | fields, status=status)
 
+    async def started(self, job: JobInfo) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.state.jobs.get(job.id).state == "queued":
+                await asyncio.sleep(0.01)
+
     async def ended(self, job: JobInfo, *, state: str = "done") -> JobInfo:
         seen = 0
         async with asyncio.timeout(PATIENCE_S):
