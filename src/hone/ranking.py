@@ -13,7 +13,6 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from hone.capture.scope import outside_rollouts
 from hone.errors import RolloutError
 from hone.trajectory import Messages, Tools
+from hone.wire.conversation import common_prefix
 from hone.wire.json import objects_in
 from hone.wire.openai_chat import content_text
 from hone.workflow.llm import LLM
@@ -121,10 +121,8 @@ def prompt(
 
 def _common_length(conversations: Sequence[Sequence[str]]) -> int:
     """Number of messages that all conversations begin with; 0 for a single one."""
-    if len(conversations) == 1:
-        return 0
-    columns = zip(*conversations, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    first, *others = conversations
+    return min((common_prefix(first, other) for other in others), default=0)
 
 
 def _block(tag: str, lines: Sequence[str], attributes: str = "") -> str:

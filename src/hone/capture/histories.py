@@ -18,6 +18,7 @@ from hone.capture.scope import recorded
 from hone.errors import ConfigError
 from hone.tally import discard
 from hone.trajectory import History, Trajectory, get_messages
+from hone.wire.conversation import continued, meaning
 
 
 class TrajectoryRecorder(Recorder):
@@ -48,35 +49,22 @@ def add_call(
     """Append a call to the history that it continues, or to a new one."""
     from openai.types.chat.chat_completion import Choice  # imported here: it takes a second
 
-    for history in (trajectory, *trajectory.additional_histories):
-        if _continues(history, messages, tools):
-            break
-    else:
+    # A history has one list of tools, so that a call with others cannot be part of it.
+    histories = [
+        history
+        for history in (trajectory, *trajectory.additional_histories)
+        if history.tools == tools or not history.messages_and_choices
+    ]
+    earlier = [[*map(meaning, get_messages(h.messages_and_choices))] for h in histories]
+    number = continued([*map(meaning, messages)], earlier)
+    if number is None:
         history = History()
         trajectory.additional_histories.append(history)
+    else:
+        history = histories[number]
     history.messages_and_choices += messages[len(history.messages_and_choices) :]
     history.messages_and_choices.append(Choice.construct(**choice))
     history.tools = tools
-
-
-def _continues(history: History, messages: Sequence[Mapping[str, Any]], tools: Any) -> bool:
-    earlier = history.messages_and_choices
-    if not earlier:
-        return True
-    if history.tools != tools or len(earlier) > len(messages):
-        return False
-    sent = get_messages(list(messages[: len(earlier)]))
-    return list(map(_meaning, get_messages(earlier))) == list(map(_meaning, sent))
-
-
-def _meaning(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts of a message to compare: clients add and drop keys when they send it back."""
-    calls = [
-        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls") or ()
-        if "function" in call
-    ]
-    return message["role"], message["content"], calls, message.get("tool_call_id")
 
 
 # ---- art.auto_trajectory -----------------------------------------------------------------------

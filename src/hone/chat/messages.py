@@ -3,9 +3,7 @@
 In:   `messages` and `tools` of a chat request, as JSON gave them
 Out:  Messages, which can be rendered and compared; or a TemplateError naming the field
 
-Two messages are equal if they mean the same to the model: ids of tool calls, the formatting of
-argument JSON, and content parts instead of plain text do not count. Agents rebuild messages from
-their framework's objects, so comparing bytes would never find a continued turn.
+Messages are compared by their meaning, as everywhere in hone (wire/conversation.py).
 """
 
 import json
@@ -23,6 +21,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from hone.errors import TemplateError
+from hone.wire.conversation import meaning_of_parts, text_of, text_of_part
 from hone.wire.errors import brief, first_problem
 from hone.wire.json import load_object, object_or_none
 from hone.wire.openai_chat import TOOLS, tool_call
@@ -111,20 +110,13 @@ class Message:
     def _join_parts(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        texts: list[str] = []
         for part in value:
-            match part:
-                case {"type": "text" | "refusal", "text": str(text)}:
-                    texts.append(text)
-                case {"type": "refusal", "refusal": str(text)}:
-                    texts.append(text)
-                case _:
-                    raise ValueError(
-                        f"expected parts of type 'text', got {brief(part)}; this model reads text "
-                        "only, so describe or leave out images, audio and files"
-                    )
-        # One line per part, as in vLLM, so that both give the same prompt.
-        return "\n".join(texts)
+            if text_of_part(part) is None:
+                raise ValueError(
+                    f"expected parts of type 'text', got {brief(part)}; this model reads text only, "
+                    "so describe or leave out images, audio and files"
+                )
+        return text_of(value)
 
     @field_validator("tool_calls")
     @classmethod
@@ -138,10 +130,8 @@ class Message:
     @property
     def meaning(self) -> str:
         """Equal for messages that mean the same; does not include the reasoning."""
-        if not self.tool_calls:
-            return f"{self.role} {self.content}"
-        calls = [[call.name, _without_float_integers(call.values)] for call in self.tool_calls]
-        return json.dumps([self.role, self.content, calls], sort_keys=True)
+        calls = [(call.name, call.arguments) for call in self.tool_calls]
+        return meaning_of_parts(self.role, self.content, calls)
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates expect it: arguments are objects if they are valid JSON."""
@@ -180,14 +170,3 @@ def _validated(adapter: TypeAdapter[Any], value: object, where: str) -> Any:
     except ValidationError as error:
         path, message = first_problem(error)
         raise TemplateError(f"{where}{path}: {message}") from None
-
-
-def _without_float_integers(value: object) -> object:
-    """A JSON value with 1.0 as 1, because JavaScript and some frameworks write either."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _without_float_integers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_float_integers(item) for item in value]
-    return value

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import cached_property, lru_cache
 from importlib.metadata import version
-from itertools import takewhile
 from typing import Any, Literal
 
 from hone.chat import chatml
@@ -33,6 +32,7 @@ from hone.chat.reply import (
 )
 from hone.errors import ModelUnsupported, TemplateError
 from hone.inference.base import FinishReason
+from hone.wire.conversation import common_prefix
 from hone.wire.openai_chat import tool_call
 
 UNPROVED = (
@@ -223,8 +223,7 @@ class ChatTemplate:
         """Number of ids that the template writes after the text, or the calls, of a last answer."""
         if calls not in self._endings:
             one, other = (self._answered(text, calls=calls) for text in "ab")
-            pairs = zip(reversed(one), reversed(other), strict=False)
-            self._endings[calls] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self._endings[calls] = common_prefix(one[::-1], other[::-1])
         return self._endings[calls]
 
     def _answered(self, text: str, *, calls: bool) -> list[int]:

@@ -30,6 +30,7 @@ from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
 from hone.redact import redact_json
 from hone.types import Directory
+from hone.wire.conversation import Continuations
 from hone.wire.json import objects_in
 from hone.workflow.llm import LLM
 
@@ -254,41 +255,31 @@ def verdict_in(answer: str) -> tuple[str, float]:
 
 def transcript(calls: Sequence[SeenCall]) -> str:
     """The conversation of the calls, each message once; a new conversation gets a heading."""
-    shown: list[Any] = []
     lines: list[str] = []
+    continuations, last = Continuations(), None
     for call in calls:
-        messages = list(call.messages or [])
-        if shown and [_core(message) for message in messages[: len(shown)]] == shown:
-            fresh = messages[len(shown) :]
-        else:
-            lines += [f"--- conversation of {call.function or 'the agent'} ---"]
-            fresh = messages
-        reply = call.reply
-        lines += [_line(message) for message in fresh]
+        messages, reply = call.messages or [], call.reply
+        number, known = continuations.add(messages, reply)
+        if number != last:
+            again = ", continued" if known else ""
+            lines.append(f"--- conversation of {call.function or 'the agent'}{again} ---")
+        lines += [_line(message) for message in messages[known:]]
         lines += [_line(reply)] if reply else [f"(no answer: {call.error})"]
-        shown = [_core(message) for message in ([*messages, reply] if reply else messages)]
+        last = number
     return "\n".join(lines)
 
 
 def conversations(calls: Sequence[SeenCall]) -> list[list[dict[str, Any]]]:
-    """The conversations of answered calls; a call that continues one replaces it."""
+    """The conversations of answered calls."""
     histories: list[list[dict[str, Any]]] = []
-    cores: list[list[tuple[Any, ...]]] = []
+    continuations = Continuations()
     for call in calls:
         if call.messages is None or call.reply is None:
             continue
-        request = [_core(message) for message in call.messages]
-        before = [n for n, core in enumerate(cores) if request[: len(core)] == core]
-        place = before[-1] if before else len(histories)
-        histories[place:] = [[*call.messages, call.reply], *histories[place + 1 :]]
-        cores[place:] = [[*request, _core(call.reply)], *cores[place + 1 :]]
+        number, known = continuations.add(call.messages, call.reply)
+        histories += [[]] if number == len(histories) else []
+        histories[number] += [*call.messages[known:], call.reply]
     return histories
-
-
-def _core(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The keys by which messages are compared; an agent sends an answer back without the others."""
-    calls = message.get("tool_calls") or []
-    return message.get("role"), message.get("content") or "", calls, message.get("tool_call_id")
 
 
 def _line(message: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
 from hone.finetune.types import Trajectory
 from hone.rollout_record import EpisodeItem
+from hone.wire.conversation import common_prefix
 from hone.wire.openai_chat import TOOLS
 
 Message = dict[str, JsonValue]
@@ -187,9 +188,8 @@ async def dataset_trajectory_builder(
 
 
 def _common(one: list[Message], other: list[Message]) -> int:
-    """Length of the common prefix, in messages."""
-    same = [_known(a) == _known(b) for a, b in zip(one, other, strict=False)]
-    return same.index(False) if False in same else len(same)
+    """How many messages two rows begin with in common. They are data, so every key counts."""
+    return common_prefix([*map(_known, one)], [*map(_known, other)])
 
 
 def _known(message: Message) -> Message:

@@ -9,7 +9,6 @@ messages is checked here, because the error can name the example. A call that co
 conversation extends it; a call that does not continue one exactly starts another.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from hone.finetune.types import DPOItem, Trajectory, TrajectoryCollection
 from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.trajectory import History, TrajectoryGroup
 from hone.trajectory import Trajectory as SentTrajectory
+from hone.wire.conversation import Continuations, text_of
 
 logger = logging.getLogger("hone")
 
@@ -53,36 +53,17 @@ _CHAT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 def episode(sampled: Sequence[SampledCall]) -> list[EpisodeItem]:
     """All conversations in order; `metadata["conversation"]` has their numbers."""
     conversations: list[list[tuple[Message, SampledCall | None]]] = []
+    continuations = Continuations()
     for one in sampled:
-        conversation = next(
-            (t for t in reversed(conversations) if _continues(one.messages, t)), None
-        )
-        if conversation is None:
-            conversation = []
-            conversations.append(conversation)
-        conversation += [(message, None) for message in one.messages[len(conversation) :]]
-        conversation.append((one.reply, one))
+        number, known = continuations.add(one.messages, one.reply)
+        conversations += [[]] if number == len(conversations) else []
+        conversations[number] += [(message, None) for message in one.messages[known:]]
+        conversations[number].append((one.reply, one))
     return [
         _episode_item(message, call, k)
         for k, conversation in enumerate(conversations)
         for message, call in conversation
     ]
-
-
-def _continues(
-    messages: list[Message], conversation: list[tuple[Message, SampledCall | None]]
-) -> bool:
-    before = [_identity(message) for message in messages[: len(conversation)]]
-    return before == [_identity(message) for message, _ in conversation]
-
-
-def _identity(message: Message) -> tuple[Any, ...]:
-    """The parts of a message that are compared; clients differ in how they omit the others."""
-    calls = [
-        (call.get("function", {}).get("name"), call.get("function", {}).get("arguments"))
-        for call in message.get("tool_calls") or ()
-    ]
-    return message.get("role"), _text(message.get("content")), calls
 
 
 def _episode_item(message: Message, call: SampledCall | None, conversation: int) -> EpisodeItem:
@@ -96,7 +77,7 @@ def _episode_item(message: Message, call: SampledCall | None, conversation: int)
     logprobs = None
     if role is EpisodeItemRole.ASSISTANT:
         logprobs = {} if call is None else call.logprobs
-    text = _text(message.get("content"))
+    text = text_of(message.get("content"))
     return EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=metadata)
 
 
@@ -106,17 +87,6 @@ def message_item(message: Message) -> EpisodeItem:
     if message.get("weight") == 0:
         item.metadata = {**(item.metadata or {}), "weight": 0}
     return item
-
-
-def _text(content: Any) -> str:
-    """The text of a message; the joined texts of one in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(str(text) for text in texts)
-    return json.dumps(content)
 
 
 # ---- trajectories -> a job -----------------------------------------------------------------------

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from hone.inference.batch import Chunk
 from hone.inference.blocks import Block
-from hone.inference.prefix_cache import HASH_TOKENS, common_prefix, prefix_hashes
+from hone.inference.prefix_cache import HASH_TOKENS, prefix_hashes
 from hone.models.lora import Lora
+from hone.wire.conversation import common_prefix
 
 MIN_SAVED_TOKENS = 2 * HASH_TOKENS
 """A block waits only if that saves this many tokens; one more pass costs about 30 tokens."""
@@ -109,7 +110,7 @@ class PrefillQueue:
             return None
         ids, filled = pending.block.ids, pending.block.filled
         limit = min(len(source.ids), len(ids) - 1)  # the last token is always computed
-        length = common_prefix(source.ids, ids, limit)
+        length = min(common_prefix(source.ids, ids), limit)
         saved = length - filled
         pays = saved >= MIN_SAVED_TOKENS and saved * MIN_SAVED_SHARE >= len(ids) - filled
         return (source, length) if pays else None

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from hone.inference.blocks import Block
+from hone.wire.conversation import common_prefix
 
 HASH_TOKENS = 16
 """Prefixes are hashed at multiples of this many tokens; shorter ones are not shared."""
@@ -59,7 +60,7 @@ class PrefixCache:
         if best is None:
             return None
         limit = min(best.filled, len(ids) - 1)
-        length = common_prefix(best.ids, ids, limit)
+        length = min(common_prefix(best.ids, ids), limit)
         return (best, length) if length >= HASH_TOKENS else None
 
     def add(self, block: Block) -> None:
@@ -126,8 +127,3 @@ def prefix_hashes(ids: Sequence[int]) -> Iterator[int]:
     for end in range(HASH_TOKENS, len(ids) + 1, HASH_TOKENS):
         prefix = hash((prefix, tuple(ids[end - HASH_TOKENS : end])))
         yield prefix
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of the first `limit` tokens are equal."""
-    return next((i for i in range(limit) if a[i] != b[i]), limit)

@@ -13,15 +13,15 @@ token ids are those that the model read and sampled.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hone.errors import ConfigError
 from hone.event_log import FILE, read
 from hone.events import RunStarted
 from hone.finetune.journal import RUN_FILE, read_records
-from hone.interchange.base import Conversation, ExportedRollout, Message
+from hone.interchange.base import Conversation, ExportedRollout
 from hone.redact import redact_json
 from hone.types import RecordedCall
+from hone.wire.conversation import Continuations
 
 CallsOf = Callable[[str], Sequence[RecordedCall]]
 """The recorded calls of a rollout; none if they are not known."""
@@ -76,23 +76,16 @@ def exported_rollouts(
 
 
 def _conversations(calls: Sequence[RecordedCall]) -> list[Conversation]:
-    """The conversations of recorded calls; a call that continues one extends it."""
+    """The conversations of recorded calls; answers are as the model gave them."""
     conversations: list[Conversation] = []
+    continuations = Continuations()
     for call in sorted(calls, key=lambda one: (one.index, one.choice)):
         if call.messages is None or call.abandoned:
             continue
-        request = [_core(message) for message in call.messages]
-        # Continue the newest match: two samples of one prompt are two conversations.
-        before = [
-            one
-            for one in conversations
-            if len(one.messages) <= len(request)
-            and [_core(m) for m in one.messages] == request[: len(one.messages)]
-        ]
-        one = before[-1] if before else Conversation([])
-        if not before:
-            conversations.append(one)
-        one.messages = [*call.messages, call.reply]
+        number, known = continuations.add(call.messages, call.reply)
+        conversations += [Conversation([])] if number == len(conversations) else []
+        one = conversations[number]
+        one.messages += [*call.messages[known:], call.reply]
         one.tools = call.tools or one.tools
         one.sampled[len(call.messages)] = call
     return conversations
@@ -115,12 +108,3 @@ def _mark_others(conversation: Conversation, policy: str | None, *, pinned: bool
         for i, message in enumerate(conversation.messages)
     ]
     return bool(places)
-
-
-def _core(message: Message) -> tuple[Any, ...]:
-    """The keys by which messages are compared; an agent sends an answer back without the others."""
-    calls = [
-        (call.get("id"), (call.get("function") or {}).get("name"))
-        for call in message.get("tool_calls") or ()
-    ]
-    return message.get("role"), message.get("content") or "", calls, message.get("tool_call_id")

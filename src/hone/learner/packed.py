@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hone.trajectory import TrajectoryGroup
+from hone.wire.conversation import common_prefix
 
 MARK = b"hone-groups-2\n"
 """The first bytes, which differ from those of zlib."""
@@ -30,7 +31,7 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     previous: list[int] = []
     for call in _calls(plain):
         prompt, completion = call["prompt_ids"], call["completion_ids"]
-        shared = _common_prefix(previous, prompt)
+        shared = common_prefix(previous, prompt)
         ids.extend(prompt[shared:])
         ids.extend(completion)
         if call["logprobs"] is not None:
@@ -71,15 +72,6 @@ def _calls(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for group in groups:
         for trajectory in group["trajectories"]:
             yield from trajectory["calls"]
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix, by bisection: comparing slices needs no Python loop."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
-    return low
 
 
 def _bytes(values: "array[Any]") -> bytes:

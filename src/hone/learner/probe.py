@@ -22,6 +22,7 @@ from hone.learner.samples import LabelledCall, Sample
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
+from hone.wire.conversation import common_prefix
 
 Ints = NDArray[np.int64]
 
@@ -162,7 +163,7 @@ class _Window:
             stop = min(stop, first + reach.longest // 3)
             start = max(0, stop - reach.longest)
         ids = call.ids[start:stop]
-        known = max((_same(ids, other) for other in others), default=0)
+        known = max((common_prefix(ids.data, other.data) for other in others), default=0)
         own = own[own < stop] - start
         return cls(call, ids, own[own >= known], known)
 
@@ -190,10 +191,3 @@ def _spread(windows: Sequence[_Window]) -> list[Ints]:
         rest[picked[(picked >= end - len(rest)) & (picked < end)] - (end - len(rest))]
         for rest, end in zip(rests, ends, strict=True)
     ]
-
-
-def _same(ids: Ints, other: Ints) -> int:
-    """Length of the common prefix."""
-    length = min(len(ids), len(other))
-    differ = np.nonzero(ids[:length] != other[:length])[0]
-    return int(differ[0]) if len(differ) else length

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.learner.samples import LabelledCall, Sample
+from hone.wire.conversation import common_prefix
 
 Ints = NDArray[np.int64]
 
@@ -199,7 +200,7 @@ def _build(paths: Sequence[Ints]) -> tuple[_Trie, list[Ints]]:
     previous, above, count = paths[0][:0], paths[0][:0], 0
     for i in order:
         path = paths[i]
-        shared = _common_prefix(previous, path)
+        shared = common_prefix(previous.data, path.data)
         fresh = len(path) - shared
         above = np.concatenate((above[:shared], np.arange(count, count + fresh)))
         if fresh:
@@ -223,12 +224,6 @@ def _build(paths: Sequence[Ints]) -> tuple[_Trie, list[Ints]]:
         parents=np.where(above_start < 0, -1, segment_of[above_start]),
     )
     return trie, nodes
-
-
-def _common_prefix(a: Ints, b: Ints) -> int:
-    size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
 
 
 @dataclass(slots=True)

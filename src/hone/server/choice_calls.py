@@ -49,11 +49,10 @@ class Start:
     adapter_sha256: str | None
     advance_when_flat: bool = False
 
-
-def check_fresh(step: int, start: Start, path: FieldPath, what: str = "it ") -> None:
-    """Refuse a call that is too old for the job, or too new."""
-    if why := too_stale(step, start.step, start.config):
-        raise InvalidField(path, what + why)
+    def check_step(self, step: int, path: FieldPath, what: str = "it ") -> None:
+        """Refuse a call of this step if it is too stale for the job, or newer than its start."""
+        if why := too_stale(step, self.step, self.config):
+            raise InvalidField(path, what + why)
 
 
 class ChoiceReader:
@@ -114,7 +113,7 @@ class ChoiceReader:
         if recorded is not None:
             other = bool(differing(recorded.fingerprint, self._fingerprint))
             self._counts["other_template_args"] += other
-            check_fresh(recorded.call.step, self._start, where)
+            self._start.check_step(recorded.call.step, where)
             return self._matched(recorded)
         try:
             prompt = transcript.prompt()

@@ -30,7 +30,7 @@ from typing import Any
 from hone.chat.choice_tokens import FieldPath, InvalidField, first_outside, wrong_logprob
 from hone.errors import Unprocessable
 from hone.models.shape import shape_of
-from hone.server.choice_calls import ChoiceReader, Start, check_fresh
+from hone.server.choice_calls import ChoiceReader, Start
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
 from hone.trajectory import Trajectory, TrajectoryGroup
@@ -260,7 +260,7 @@ class _Resolver:
                 "again, or put the old files back.",
             )
         self._counts["other_template_args"] += bool(different)
-        check_fresh(one.call.step, self._start, path, f"call {one.id!r} ")
+        self._start.check_step(one.call.step, path, f"call {one.id!r} ")
         same = one.adapter_sha256 == self._start.adapter_sha256 or one.call.step != self._start.step
         if not same and self._config.max_staleness is not None:
             raise InvalidField(
@@ -290,7 +290,7 @@ class _Resolver:
                     f"token id {token} is outside the vocabulary of {self._vocab} of "
                     f"{self._record.spec.base_model!r}; train the model that answered the call",
                 )
-        check_fresh(call.step, self._start, (*path, "step"))
+        self._start.check_step(call.step, (*path, "step"))
         for place, value in enumerate(call.logprobs or ()):
             if why := wrong_logprob(value):
                 raise InvalidField((*path, "logprobs", place), why)

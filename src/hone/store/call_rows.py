@@ -19,6 +19,7 @@ from pydantic_core import to_json
 
 from hone.store.rows import unreadable
 from hone.types import RecordedCall
+from hone.wire.conversation import common_prefix
 
 COLUMNS = (
     "id, rollout, run, place, choice, base_model, digest, created_at, size, parent, ids_kept, "
@@ -36,9 +37,9 @@ class Row:
         self.ids_kept = self.turns_kept = 0
         if parent is not None:
             before = [*parent.call.prompt_ids, *parent.call.completion_ids]
-            self.ids_kept = _common(before, call.call.prompt_ids)
+            self.ids_kept = common_prefix(before, call.call.prompt_ids)
             turns = [*(parent.messages or ()), parent.reply]
-            self.turns_kept = _common(turns, call.messages or ())
+            self.turns_kept = common_prefix(turns, call.messages or [])
         self.parent = parent if self.ids_kept or self.turns_kept else None
         same_tools = self.parent is not None and self.parent.tools == call.tools
         self.ids = ints(call.call.prompt_ids[self.ids_kept :])
@@ -140,14 +141,6 @@ def held_s(body: bytes) -> float:
 def without_request_fields(body: bytes) -> bytes:
     """The body of a row, without the fields of the request."""
     return _pack(_unpack(body) | {"request_fields": None})
-
-
-def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
-    """Length of the common prefix."""
-    size = min(len(before), len(after))
-    if list(before[:size]) == list(after[:size]):
-        return size
-    return next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
 
 
 def ints(ids: Sequence[int]) -> bytes:
