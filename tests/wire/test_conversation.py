@@ -49,7 +49,9 @@ def calling(arguments: Any = '{"city": "Paris"}', *, id: str = "c1", **keys: Any
 
 
 def _two_calls(*names: str) -> Message:
-    made = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in names]
+    made = [
+        {"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in names
+    ]
     return said(None, tool_calls=made)
 
 
@@ -195,7 +197,6 @@ def test_answers_are_exported_and_trained_as_the_model_gave_them():
         {"role": "assistant", "function_call": {"name": "weather", "arguments": "{}"}},
         {"role": "assistant", "content": object()},
     ],
-    ids=str,
 )
 def test_no_message_is_too_odd_to_be_compared(message: Message):
     assert meaning(message) == meaning(dict(message)) != meaning(said("no such text"))
