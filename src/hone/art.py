@@ -19,13 +19,13 @@ from hone.errors import NotInThisVersion
 from hone.metric_names import ART_NAMES
 from hone.model import TrainableModel
 from hone.trajectory import History, Trajectory, TrajectoryGroup
-from hone.types import CheckpointInfo, Failure, stored_name
+from hone.types import DEFAULT_URL, CheckpointInfo, Failure, stored_name
 
 
 class ArtBackend:
     """`art.Backend` over a hone server."""
 
-    def __init__(self, base_url: str = "http://127.0.0.1:7623", api_key: str | None = None) -> None:
+    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None) -> None:
         self.server = RemoteBackend(base_url, api_key)
 
     async def close(self) -> None:

@@ -106,6 +106,17 @@ Tools = list[dict[str, Any]]
 """Tools of the OpenAI API."""
 Verbosity = Literal[0, 1, 2]
 """ART's `verbose`."""
+EngineName = Literal["auto", "embedded", "vllm"]
+"""Inference engine of a server."""
+DEFAULT_PORT = 7623
+"""Port on which a server listens, if none is set."""
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 16.0
+"""Rank and alpha of an adapter; ART's values."""
+Rank = Annotated[int, Field(gt=0, le=512)]
+"""LoRA rank."""
+Alpha = Annotated[float, Field(gt=0)]
+"""LoRA alpha, as in PEFT."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
@@ -204,9 +215,10 @@ class ModelSpec(Strict):
     project: Name = "default"
     base_model: str = Field(min_length=1, max_length=512)
     """A name from `hone models list`, a hub name or a directory on the server."""
-    rank: int = Field(default=8, gt=0, le=512)
+    rank: Rank = DEFAULT_RANK
     """LoRA rank."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Alpha = DEFAULT_ALPHA
+    """LoRA alpha, as in PEFT."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the adapter's initial weights."""
     target_modules: list[str] = []

@@ -19,7 +19,17 @@ from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.config.schema import Document
 from hone.model import TrainableModel
-from hone.types import AdvertisedUrl, Directory, Name, TrainConfig
+from hone.types import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    AdvertisedUrl,
+    Alpha,
+    Directory,
+    EngineName,
+    Name,
+    Rank,
+    TrainConfig,
+)
 
 
 class ARTBackendConfig(Strict):
@@ -56,16 +66,16 @@ class ARTBackendConfig(Strict):
     those above; the rest does not apply to a running server and is listed in the log."""
     root: Directory = Path(".hone")
     """Directory in which the run's own server keeps its state."""
-    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    engine: EngineName = "auto"
     """Inference engine of the run's own server, as `hone serve --engine`."""
     engine_python: Path | None = None
     """Python interpreter with vLLM for the run's own server, as `hone serve --engine-python`."""
     engine_url: str | None = None
     """Running vLLM server for the run's own server to use, as `hone serve --engine-url`. May also be
     written as `engine: {url: URL}`."""
-    rank: int = Field(8, gt=0, le=512)
+    rank: Rank = DEFAULT_RANK
     """LoRA rank."""
-    alpha: float = Field(16.0, gt=0)
+    alpha: Alpha = DEFAULT_ALPHA
     """LoRA alpha, as in PEFT."""
 
     @property
