@@ -13,6 +13,8 @@ from hone.credit import Baseline, Credit
 LossName = Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"]
 DpoPairs = Literal["best_worst", "all"]
 DpoReference = Literal["base", "job"]
+ART_LEARNING_RATE = 5e-6
+"""Learning rate of jobs of ART's clients, if neither the call nor the model sets one; ART's default."""
 
 _ON_POLICY_KEYS = (
     "epsilon",
@@ -50,7 +52,7 @@ class TrainConfig(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    learning_rate: float = Field(default=5e-6, ge=0)
+    learning_rate: float = Field(default=5e-5, ge=0)
     """AdamW's learning rate (0 measures without changing the weights)."""
     learning_rates: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     """Learning rate of each optimizer step, instead of `learning_rate`; later steps use the last

@@ -4,7 +4,7 @@ In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
 Out:  ARTTrainerAdapterConfig; the keys of each job
 
 `training` has every key of a job. Keys that are not in the YAML are not sent, so that the server's
-defaults apply; only learning_rate and beta have defaults of this block's own.
+defaults apply; only learning_rate and beta always are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -180,8 +180,6 @@ class ARTTrainingConfig(TrainConfig, Strict):
         "num_train_epochs": "set finetuning.num_epochs",
     }
 
-    learning_rate: float = Field(default=5e-5, ge=0)
-    """AdamW's step size (0 measures without moving the weights)."""
     schedule: Literal["constant", "linear"] = "constant"
     """linear: the learning rate falls from learning_rate in the first job to 0 after the last
     planned one."""
@@ -191,7 +189,7 @@ class ARTTrainingConfig(TrainConfig, Strict):
     def job_keys(self, place: int, planned: int) -> dict[str, Any]:
         """Training keys of job number `place` (from 0) of `planned` jobs."""
         own = {"schedule", "plot_tensors"}
-        # Keys that are not set have the server's defaults; these two have this adapter's.
+        # The schedule needs a rate. Both are sent so that the log and the report can name them.
         written = self.model_dump(exclude_unset=True, exclude=own)
         left = 1.0 if self.schedule == "constant" else 1 - place / planned
         return {**written, "learning_rate": self.learning_rate * left, "beta": self.beta}
