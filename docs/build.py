@@ -325,11 +325,11 @@ def source_tree() -> str:
     for folder in order:
         depth = "" if folder is SOURCE else "  "
         name = "src/hone/" if folder is SOURCE else f"{folder.name}/"
-        lines.append(f"{depth}{name:<25}{_first_line(folder / '__init__.py')}")
+        lines.append(f"{depth}{name + '  ':<25}{_first_line(folder / '__init__.py')}")
         modules = sorted(folder.glob("*.py"), key=lambda path: (path.name != "base.py", path.name))
         for path in modules:
             if path.name != "__init__.py":
-                lines.append(f"{depth}  {path.name:<23}{_first_line(path)}")
+                lines.append(f"{depth}  {path.name + '  ':<23}{_first_line(path)}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
