@@ -378,7 +378,7 @@ class RecordedCall(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    asked: str = ""
+    requested_model: str = ""
     """The model name of the request; empty in records of earlier versions."""
     base_model: str
     adapter_sha256: str | None
@@ -409,7 +409,7 @@ class RecordedCall(Strict):
     @property
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
-        return names_fixed_step(self.asked)
+        return names_fixed_step(self.requested_model)
 
 
 class CallSummary(Strict):
@@ -421,7 +421,7 @@ class CallSummary(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    asked: str = ""
+    requested_model: str = ""
     """The model name of the request; empty in records of earlier versions."""
     base_model: str
     finish: str
@@ -445,7 +445,7 @@ class CallSummary(Strict):
         sampled = one.call.completion_ids
         return cls(
             **one.model_dump(
-                include={"id", "index", "choice", "model", "asked", "base_model"}
+                include={"id", "index", "choice", "model", "requested_model", "base_model"}
                 | {"finish", "abandoned"}
             ),
             **one.call.model_dump(include={"function", "temperature", "step"}),
@@ -457,4 +457,4 @@ class CallSummary(Strict):
     @property
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never trained."""
-        return names_fixed_step(self.asked)
+        return names_fixed_step(self.requested_model)
