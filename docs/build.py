@@ -141,10 +141,10 @@ def _learning_rates() -> list[str]:
     """The learning rate that a job has, by the client and by who set one."""
     hone, sft = TrainConfig().learning_rate, TrainSFTConfig().learning_rate
     yaml, no_effect = ARTTrainingConfig().learning_rate, "no effect"
-    trainer_args = "`_internal_config.trainer_args`"
+    own, trainer_args = "`defaults` or `trainer_args`", "`_internal_config.trainer_args`"
     rows = [
-        ("`hone.TrainableModel.train`", "`config` or `learning_rate`", "`defaults`", hone),
-        ("`POST /v1/training/jobs`", "`config.learning_rate`", "`defaults`", hone),
+        ("`hone.TrainableModel.train`", "`config` or `learning_rate`", own, hone),
+        ("`POST /v1/training/jobs`", "`config.learning_rate`", own, hone),
         ("`train_sft`", "`TrainSFTConfig.learning_rate`", no_effect, sft),
         ("YAML", "`training.learning_rate`", no_effect, yaml),
         ("`hone.art.ArtBackend`", "`learning_rate`", trainer_args, ART_LEARNING_RATE),
