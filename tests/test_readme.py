@@ -4,14 +4,30 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import yaml
 from bench.report import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
 DOWNLOADS = {"0.3 GB", "0.09 GB", "2.7 GB"}
 """Download sizes from a package index; benchmarks do not measure them."""
+READ_BY_BUILD = """
+import contextlib, json, os, sys
+root = sys.argv.pop() + os.sep
+read = set()
+sys.addaudithook(lambda event, args: read.add(str(args[0])) if event == "open" else None)
+sys.path.insert(0, root + "docs")
+import build
+with contextlib.suppress(SystemExit):  # a stale page is another check's
+    build.main(check=True)
+read |= {str(module.__file__) for module in list(sys.modules.values()) if hasattr(module, "__file__")}
+inside = (os.path.relpath(path, root) for path in read if path.startswith(root))
+print(json.dumps([path for path in inside if os.path.isfile(root + path) and ".pyc" not in path]))
+"""
+"""Prints the files of the repository that docs/build.py opens or imports."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
@@ -33,6 +49,29 @@ def test_every_file_is_in_a_tree():
 def test_everything_in_the_tree_exists():
     gone = sorted(path for path in _listed(ARCHITECTURE) if not (ROOT / path).exists())
     assert not gone, f"the tree of docs/architecture.md names {gone}, which do not exist"
+
+
+def test_two_spaces_separate_a_module_from_its_description():
+    tree = ARCHITECTURE.split("<!-- source tree -->")[1].split("<!-- /source tree -->")[0]
+    lines = [line.strip() for line in tree.splitlines() if line.strip(" `")]
+    assert len(lines) > 100
+    wrong = [line for line in lines if not re.match(r"[\w/]+(\.py|/)(  +\S|$)", line)]
+    assert not wrong, "docs/build.py prints these without two spaces"
+
+
+def test_the_hook_watches_every_file_that_the_generated_docs_are_made_of():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    (watched,) = (re.compile(hook["files"]) for hook in hooks if hook["id"] == "docs")
+    read = subprocess.run(
+        [sys.executable, "-c", READ_BY_BUILD, str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    files = set(json.loads(read.stdout.splitlines()[-1]))
+    assert {"src/hone/train_config.py", "docs/yaml_reference.py"} <= files
+    assert not sorted(path for path in files if not watched.search(path))
 
 
 def test_links_and_named_files_exist():

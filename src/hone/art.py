@@ -18,14 +18,15 @@ from hone.dev import engine_fields
 from hone.errors import NotInThisVersion
 from hone.metric_names import ART_NAMES
 from hone.model import TrainableModel
+from hone.train_config import ART_LEARNING_RATE
 from hone.trajectory import History, Trajectory, TrajectoryGroup
-from hone.types import CheckpointInfo, Failure, stored_name
+from hone.types import DEFAULT_URL, CheckpointInfo, Failure, stored_name
 
 
 class ArtBackend:
     """`art.Backend` over a hone server."""
 
-    def __init__(self, base_url: str = "http://127.0.0.1:7623", api_key: str | None = None) -> None:
+    def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None) -> None:
         self.server = RemoteBackend(base_url, api_key)
 
     async def close(self) -> None:
@@ -71,11 +72,16 @@ class ArtBackend:
     ) -> TrainResult:
         """Train on the groups; `options` are those of ART's `LocalBackend.train`, and hone's keys.
 
-        As with ART, calls of any earlier step may be trained, and flat groups advance the step.
+        As with ART, calls of any earlier step may be trained, and flat groups advance the step. The
+        learning rate is that of `options`, else that of the model's `trainer_args`, else ART's.
         """
+        named = _model(model)
         options = {"max_staleness": None, "advance_when_flat": True, **options}
+        rates = [keys.get("learning_rate") for keys in (options, named.spec().trainer_args)]
+        if rates == [None, None] and "config" not in options:
+            options["learning_rate"] = ART_LEARNING_RATE
         groups = [_group(group) for group in trajectory_groups]
-        result = await self.server.train(_model(model), groups, **options)
+        result = await self.server.train(named, groups, **options)
         theirs = {ART_NAMES[k]: value for k, value in result.metrics.items() if k in ART_NAMES}
         steps = {"data/step_num_gradient_steps": result.metrics.get("learn/optimizer_steps", 0.0)}
         return replace(result, metrics={**result.metrics, **theirs, **steps})

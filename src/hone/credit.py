@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 Credit = Literal["outcome", "per_call", "return_to_go"]
+"""The reward of a call: the trajectory's, its own, or the sum of its own and all later ones."""
 Baseline = Literal["group", "batch"]
+"""What is subtracted from rewards: the mean of their group, or of the whole job."""
 
 FLAT = 1e-6
 """Values within this fraction of the largest magnitude count as equal."""

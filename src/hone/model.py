@@ -24,7 +24,16 @@ from hone.capture.base import host_of
 from hone.errors import ConfigError
 from hone.train_config import TrainSFTConfig
 from hone.trajectory import Trajectory, TrajectoryGroup, as_plain_number, means
-from hone.types import AnyName, ModelSpec, TrainConfig, stored_name
+from hone.types import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    Alpha,
+    AnyName,
+    ModelSpec,
+    Rank,
+    TrainConfig,
+    stored_name,
+)
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -220,9 +229,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     base_model: str = Field(min_length=1, max_length=512)
     """A name from `hone models list`, a hub name, or a directory on the server's machine."""
-    rank: int = Field(default=8, gt=0, le=512)
+    rank: Rank = DEFAULT_RANK
     """LoRA rank."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Alpha = DEFAULT_ALPHA
+    """LoRA alpha, as in PEFT."""
     seed: int = Field(default=0, ge=0)
     """Seed of the adapter's initial weights."""
     chat_template_kwargs: dict[str, JsonValue] = {}

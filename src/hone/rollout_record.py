@@ -18,6 +18,7 @@ from hone.types import Strict
 
 Split = Literal["train", "val", "final"]
 """Training, a validation during the run, or the validation at its end."""
+FailureKind = Literal["infrastructure", "policy"]
 
 
 def file_name(split: str, epoch: int) -> str:
@@ -65,7 +66,7 @@ class _Part(Strict):
 class FailureRecord(_Part):
     """Why a rollout failed, or could not be scored."""
 
-    kind: Literal["infrastructure", "policy"]
+    kind: FailureKind
     """`policy` if the model caused the failure."""
     reason: str
     """Reason under which failures are counted, such as `timeout` or `token_limit`."""

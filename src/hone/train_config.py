@@ -8,6 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hone.credit import Baseline, Credit
+
+LossName = Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"]
+DpoPairs = Literal["best_worst", "all"]
+DpoReference = Literal["base", "job"]
+ART_LEARNING_RATE = 5e-6
+"""Learning rate of jobs of ART's clients, if neither the call nor the model sets one; ART's default."""
+
 _ON_POLICY_KEYS = (
     "epsilon",
     "epsilon_high",
@@ -34,7 +42,7 @@ _UNUSED = {
 
 def unused_keys(loss: object) -> tuple[str, ...]:
     """Keys of TrainConfig that have no effect on this loss; of the default loss, if it is None."""
-    return _UNUSED.get("grpo" if loss is None else str(loss), ())
+    return _UNUSED.get(TrainConfig().loss if loss is None else str(loss), ())
 
 
 class TrainConfig(BaseModel):
@@ -44,12 +52,12 @@ class TrainConfig(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    learning_rate: float = Field(default=5e-6, ge=0)
+    learning_rate: float = Field(default=5e-5, ge=0)
     """AdamW's learning rate (0 measures without changing the weights)."""
     learning_rates: list[Annotated[float, Field(ge=0)]] | None = Field(default=None, min_length=1)
     """Learning rate of each optimizer step, instead of `learning_rate`; later steps use the last
     value."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"] = "grpo"
+    loss: LossName = "grpo"
     """How labels are weighted and clipped; see learner/loss.py. `dpo` compares trajectories of a group
     in pairs, `sft` trains on every trajectory whatever its reward."""
     epsilon: float | None = Field(default=None, gt=0)
@@ -64,9 +72,9 @@ class TrainConfig(BaseModel):
     scale_rewards: bool | None = None
     """Divide advantages by the group's standard deviation. Null: yes, except for dr_grpo, which
     does not by definition; true and false apply to every loss."""
-    credit: Literal["outcome", "per_call", "return_to_go"] = "outcome"
+    credit: Credit = "outcome"
     """The reward of a call: the trajectory's, its own, or the sum of its own and all later ones."""
-    baseline: Literal["group", "batch"] = "group"
+    baseline: Baseline = "group"
     """What is subtracted from rewards: the mean of their group, or of the whole job."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the k3 divergence from the base model, in the loss."""
@@ -80,10 +88,10 @@ class TrainConfig(BaseModel):
     dpo_beta: float = Field(default=0.1, gt=0)
     """dpo: how strongly the policy is kept close to the reference; smaller values let it move
     further."""
-    dpo_pairs: Literal["best_worst", "all"] = "best_worst"
+    dpo_pairs: DpoPairs = "best_worst"
     """dpo: one pair per group, of the best and the worst trajectory by reward; or every pair with
     unequal rewards."""
-    dpo_reference: Literal["base", "job"] = "base"
+    dpo_reference: DpoReference = "base"
     """dpo: the reference policy is the base model without adapter, or the policy at the start of the
     job."""
     groups_per_optimizer_step: int = Field(default=8, gt=0)

@@ -106,6 +106,17 @@ Tools = list[dict[str, Any]]
 """Tools of the OpenAI API."""
 Verbosity = Literal[0, 1, 2]
 """ART's `verbose`."""
+EngineName = Literal["auto", "embedded", "vllm"]
+"""Inference engine of a server."""
+DEFAULT_PORT = 7623
+"""Port on which a server listens, if none is set."""
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 16.0
+"""Rank and alpha of an adapter; ART's values."""
+Rank = Annotated[int, Field(gt=0, le=512)]
+"""LoRA rank."""
+Alpha = Annotated[float, Field(gt=0)]
+"""LoRA alpha, as in PEFT."""
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
@@ -204,9 +215,10 @@ class ModelSpec(Strict):
     project: Name = "default"
     base_model: str = Field(min_length=1, max_length=512)
     """A name from `hone models list`, a hub name or a directory on the server."""
-    rank: int = Field(default=8, gt=0, le=512)
+    rank: Rank = DEFAULT_RANK
     """LoRA rank."""
-    alpha: float = Field(default=16.0, gt=0)
+    alpha: Alpha = DEFAULT_ALPHA
+    """LoRA alpha, as in PEFT."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the adapter's initial weights."""
     target_modules: list[str] = []
@@ -366,7 +378,7 @@ class RecordedCall(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    asked: str = ""
+    requested_model: str = ""
     """The model name of the request; empty in records of earlier versions."""
     base_model: str
     adapter_sha256: str | None
@@ -397,7 +409,7 @@ class RecordedCall(Strict):
     @property
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
-        return names_fixed_step(self.asked)
+        return names_fixed_step(self.requested_model)
 
 
 class CallSummary(Strict):
@@ -409,7 +421,7 @@ class CallSummary(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    asked: str = ""
+    requested_model: str = ""
     """The model name of the request; empty in records of earlier versions."""
     base_model: str
     finish: str
@@ -433,7 +445,7 @@ class CallSummary(Strict):
         sampled = one.call.completion_ids
         return cls(
             **one.model_dump(
-                include={"id", "index", "choice", "model", "asked", "base_model"}
+                include={"id", "index", "choice", "model", "requested_model", "base_model"}
                 | {"finish", "abandoned"}
             ),
             **one.call.model_dump(include={"function", "temperature", "step"}),
@@ -445,4 +457,4 @@ class CallSummary(Strict):
     @property
     def is_frozen(self) -> bool:
         """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never trained."""
-        return names_fixed_step(self.asked)
+        return names_fixed_step(self.requested_model)

@@ -110,7 +110,7 @@ def test_only_the_policy_is_trained(server: Server, prepared: Finetune, tmp_path
         labels = 0
         for record in prepared.lines(f"trajectories/epoch_{epoch:03}.jsonl"):
             calls = server.get(f"/v1/rollouts/{record['rollout']}")["calls"]
-            assert [(call["asked"], call["call"]["step"]) for call in calls] == [
+            assert [(call["requested_model"], call["call"]["step"]) for call in calls] == [
                 (f"{SENT}@0", 0),
                 (SENT, epoch),
                 (QWEN, epoch),

@@ -52,7 +52,7 @@ def says(score: Any, reasoning: str = "because") -> Reply:
 async def test_the_score_is_between_0_and_1(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [says(7), says(2)]
     got = await score(judge(llm), item("Paris", "Paris", input_obj="Capital?"))
-    assert got == Score(0.7, {"judge": "wise", "said": 7.0, "reasoning": "because"})
+    assert got == Score(0.7, {"judge": "wise", "raw_score": 7.0, "reasoning": "because"})
     # From 1 to 5: (2 - 1) / (5 - 1).
     other = await score(judge(llm, min_score=1, max_score=5), item("x"))
     assert other.value == 0.25
@@ -239,10 +239,13 @@ def test_no_score_in_an_answer(answer: str):
     ("fields", "message"),
     [
         ({"min_score": 5, "max_score": 5}, r"min_score \(5\) is not below max_score \(5\)"),
-        ({"prompt": "What of {question}?"}, r"prompt holds neither \{output\} nor \{transcript\}"),
+        (
+            {"prompt": "What of {question}?"},
+            r"prompt contains neither \{output\} nor \{transcript\}",
+        ),
         ({"rubrik": "x"}, "rubrik"),
-        ({"llm": None}, "name one entry of `llms` as the judge, in llm"),
-        ({"llm_name": "k"}, "name one entry of `llms` as the judge, in llm"),
+        ({"llm": None}, "set llm to the entry of `llms` that judges"),
+        ({"llm_name": "k"}, "set llm to the entry of `llms` that judges"),
     ],
 )
 def test_a_judge_that_cannot_be(fields: dict[str, Any], message: str):

@@ -117,7 +117,8 @@ def test_a_target_model_is_what_was_asked_for_and_what_answered_where_nobody_saw
 def test_calls_that_asked_for_a_fixed_step_are_not_trained():
     names = ["n", "n@0", "p/n@latest", "n@12", "n@best"]
     calls = [
-        recorded(id, i, asked=name) for i, (id, name) in enumerate(zip("abcde", names, strict=True))
+        recorded(id, i, requested_model=name)
+        for i, (id, name) in enumerate(zip("abcde", names, strict=True))
     ]
     result = from_recorded(calls, (), Targets(trained="p/n"))
     assert (ids(result), result.dropped) == (["a", "c"], {"frozen": 3})

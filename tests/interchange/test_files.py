@@ -176,9 +176,9 @@ def test_only_the_policy_is_exported_as_the_policy(tmp_path: Path):
     reply = {"role": "assistant", "content": "q"}
 
     def calls_of(rollout: str) -> list[RecordedCall]:
-        simulated = recorded(messages=[role], reply=reply, asked="suite/agent@0")
+        simulated = recorded(messages=[role], reply=reply, requested_model="suite/agent@0")
         judge = recorded(messages=[role, asks], reply=reply, index=2, model="suite/other")
-        own = recorded(messages=[greeting, asks], reply=answers, index=1, asked="agent")
+        own = recorded(messages=[greeting, asks], reply=answers, index=1, requested_model="agent")
         return [simulated, own, judge] if rollout == "r0" else [simulated, judge]
 
     skipped = Counter[str]()

@@ -243,6 +243,23 @@ def test_answers_of_an_older_step_are_trained_and_the_metric_tells(art: ArtServe
     assert [job.config.max_staleness for job in art.state.jobs.list()] == [None, None]
 
 
+def test_the_learning_rate_that_a_client_sends_is_used(art: ArtServer) -> None:
+    """Whatever default the model has. A client that sends none gets the model's, then ART's."""
+    art.prepared()
+    groups = art.groups(1)
+    own = {"trainer_args": {"learning_rate": 1e-3}}
+    for internal, config, used in (
+        (own, {"learning_rate": 5e-5, "beta": 0.0}, 5e-5),
+        (own, {"learning_rate": 5e-6, "beta": 0.0}, 5e-6),  # ART's client, if its user sets none
+        (own, {}, 1e-3),
+        (None, {"learning_rate": 5e-5}, 5e-5),
+        (None, {}, 5e-6),
+    ):
+        sent = {"model": model(art.base, _internal_config=internal), "config": config}
+        lines = lines_of(art.post("/_train_model", art.training_call(groups) | sent))
+        assert [line["loss/learning_rate"] for line in lines] == [used], (internal, config)
+
+
 def test_one_line_for_every_gradient_step(art: ArtServer) -> None:
     art.prepared()
     # Nine groups at eight to an optimizer step.

@@ -25,8 +25,12 @@ from hone.types import ModelSpec
 MODEL = art_model("run1", "proj1", "tiny", learning_rate=0.001, beta=0.01)
 
 
+def model_of(**internal: Any) -> ArtModel:
+    return ArtModel.model_validate(MODEL | {"_internal_config": internal})
+
+
 def spec_of(**internal: Any) -> ModelSpec:
-    return model_spec(ArtModel.model_validate(MODEL | {"_internal_config": internal}))
+    return model_spec(model_of(**internal))
 
 
 def test_a_model_object_becomes_a_spec() -> None:
@@ -99,15 +103,27 @@ def test_wrong_values_are_named_where_the_client_wrote_them(internal: Any, path:
 
 
 def test_the_constant_of_nats_plugin_gives_way_to_what_its_user_wrote() -> None:
-    spec = model_spec(ArtModel.model_validate(MODEL))
-    assert job_config({"learning_rate": 5e-05, "beta": 0.0}, {}, spec).config == {}
+    constants = {"learning_rate": 5e-05, "beta": 0.0}
+    newer = {"learning_rate": 5e-05, "kl_penalty_coef": 0.0}
+    plugin = ArtModel.model_validate(MODEL)
+    assert job_config(constants, {}, plugin).config == {}
+    assert job_config(newer, {}, plugin).config == {"kl_penalty_coef": 0.0}
     # Any other value was written by somebody.
     config = {"learning_rate": 1e-4, "beta": 0.2}
-    assert job_config(config, {}, spec).config == config
-    listed = spec.model_copy(update={"defaults": {"learning_rates": [1e-4, 1e-5]}})
-    assert job_config({"learning_rate": 5e-05}, {}, listed).config == {}
-    # Without trainer_args the constant is all there is.
-    assert job_config({"learning_rate": 5e-05}, {}, spec_of()).config == {"learning_rate": 5e-05}
+    assert job_config(config, {}, plugin).config == config
+    # Where its user wrote none, the constant is all there is.
+    sections = {"init_args": None, "engine_args": None, "trainer_args": None}
+    assert job_config(constants, {}, model_of(**sections)).config == constants
+    one = model_of(**sections | {"trainer_args": {"beta": 0.1}})
+    assert job_config(constants, {}, one).config == {"learning_rate": 5e-05}
+
+
+def test_what_a_client_other_than_nats_plugin_sends_is_used() -> None:
+    sent = {"learning_rate": 5e-05, "beta": 0.0}
+    own = {"learning_rate": 1e-3, "beta": 0.1}
+    assert job_config(sent, {}, model_of(trainer_args=own)).config == sent
+    both = model_of(trainer_args=own, engine_args={}, init_args={}, peft_args={"r": 4})
+    assert job_config(sent, {}, both).config == sent
 
 
 def test_dev_config_is_read() -> None:
@@ -124,7 +140,7 @@ def test_dev_config_is_read() -> None:
             "logprob_calculation_chunk_size": 1024,
             "of_tomorrow": 1,
         },
-        spec_of(),
+        model_of(),
     )
     assert config.config == {
         "learning_rate": 1e-5,
@@ -153,12 +169,12 @@ def test_dev_config_is_read() -> None:
 )
 def test_dev_config_that_cannot_be_honoured_is_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"dev_config.{key}: .* not in this version"):
-        job_config({}, {key: value}, spec_of())
+        job_config({}, {key: value}, model_of())
 
 
 def test_a_wrong_learning_rate_is_named() -> None:
     with pytest.raises(Unprocessable) as caught:
-        job_config({"learning_rate": "fast"}, None, spec_of())
+        job_config({"learning_rate": "fast"}, None, model_of())
     assert caught.value.fields[0].path == ("config", "learning_rate")
 
 

@@ -132,7 +132,7 @@ async def test_a_choice_that_names_its_call_is_that_call(world: World):
 async def test_a_choice_of_the_base_weights_that_a_client_sends_is_trained(world: World):
     """ART's clients ask for NAME@0 for ever; what they submit is theirs to train on."""
     ids = world.ids("Yes.")
-    call = world.add(ids, asked="agent@0", step=0)
+    call = world.add(ids, requested_model="agent@0", step=0)
     assert await world.call(USER, choice(ids, "Yes.", call_id=call.id)) == call.call
 
 

@@ -185,8 +185,8 @@ async def test_calls_of_other_models_are_context(world: World):
 async def test_calls_to_the_base_weights_are_context_and_never_stale(world: World):
     """A rollout's helper or judge asks for NAME@0 while the policy is steps ahead."""
     ids = world.ids("Yes.")
-    policy = world.add(ids, rollout="r", asked="agent", step=0)
-    helper = world.add(ids, rollout="r", index=1, asked="agent@0", step=0)
+    policy = world.add(ids, rollout="r", requested_model="agent", step=0)
+    helper = world.add(ids, rollout="r", index=1, requested_model="agent@0", step=0)
     resolved = await world.resolve(Trajectory(rollout="r"), max_staleness=0)
     (trajectory,) = resolved.groups[0]
     assert [(c.trained, c.step) for c in trajectory.calls] == [(True, 0), (False, 0)]

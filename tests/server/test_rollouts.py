@@ -264,7 +264,7 @@ def long_rollout(count: int) -> list[RecordedCall]:
                 rollout="long",
                 index=turn,
                 model="p/n",
-                asked="n",
+                requested_model="n",
                 base_model="base",
                 adapter_sha256=None,
                 fingerprint="f",
@@ -661,7 +661,7 @@ def test_a_name_in_the_agents_code_is_the_runs_model_inside_the_run_alone(
     assert sent("/rollout/run1:0") == sent("", **{"X-Hone-Rollout": "run1:1"}) == 200
     assert [sent(p) for p in ("", "/rollout/alone", "/rollout/run2:0")] == [404] * 3
     [call] = server.state.calls.rollout("run1:0")
-    assert (call.model, call.asked) == ("default/agent", "gpt-4o")
+    assert (call.model, call.requested_model) == ("default/agent", "gpt-4o")
     # A rollout of no run brings its own, in its URL or in a header.
     scope = RolloutScope("alone", aliases=(("gpt-4o", "default/agent"), ("openai/o1", "agent")))
     assert sent(scope.url("")[:-3]) == sent("", **scope.headers) == 200

@@ -96,7 +96,7 @@ async def test_models_that_load_do_not_keep_the_others_from_answering(
             assert await in_own_thread(gate.come, len(loading))
             assert (await client.get("/health")).json()["status"] == "ok"
             assert (await chat(loaded)).status_code == 200
-            assert [call.asked for call in server.calls.rollout("r")] == [loaded]
+            assert [call.requested_model for call in server.calls.rollout("r")] == [loaded]
         finally:
             gate.open()
         assert [(await one).status_code for one in waiting] == [200] * len(loading)

@@ -30,7 +30,7 @@ async def one_answer(rollout: str) -> list[RecordedCall]:
         prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], step=3, temperature=1.0, function=""
     )
     known: dict[str, Any] = {"base_model": "base", "adapter_sha256": None, "fingerprint": "f"}
-    known |= {"model": "p/mine", "asked": "mine", "messages": ASK, "finish": "stop"}
+    known |= {"model": "p/mine", "requested_model": "mine", "messages": ASK, "finish": "stop"}
     reply = {"role": "assistant", "content": "yes"}
     return [
         RecordedCall(
@@ -41,4 +41,6 @@ async def one_answer(rollout: str) -> list[RecordedCall]:
 
 async def one_frozen_answer(rollout: str) -> list[RecordedCall]:
     """The same for an agent that only the base weights answered."""
-    return [one.model_copy(update={"asked": "mine@0"}) for one in await one_answer(rollout)]
+    return [
+        one.model_copy(update={"requested_model": "mine@0"}) for one in await one_answer(rollout)
+    ]

@@ -174,7 +174,7 @@ async def test_an_agent_that_will_not_stop_is_left_and_its_calls_refused(
         with caplog.at_level(logging.WARNING):
             assert why(await ran(agent, timeout_s=2)) == ("infrastructure", "timeout")
         assert "is left running; its calls to the trained model are refused" in caplog.text
-        # Another rollout keeps the libraries tapped: what was left behind meets a closed door.
+        # Another rollout keeps the libraries patched: calls of the task that was left running are refused.
         await run_rollout(Function.of("w", lambda x: time.sleep(1)), "x")
         await asyncio.wait_for(ended.wait(), PATIENCE_S)
         await llm.close()

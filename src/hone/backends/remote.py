@@ -30,6 +30,7 @@ from hone.progress import Progress
 from hone.train_config import TrainSFTConfig
 from hone.trajectory import SHORT_LOGPROBS, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import (
+    DEFAULT_URL,
     CallSummary,
     CheckpointInfo,
     JobEvent,
@@ -62,7 +63,7 @@ class RemoteBackend(Server):
 
     def __init__(
         self,
-        base_url: str = "http://127.0.0.1:7623",
+        base_url: str = DEFAULT_URL,
         api_key: str | None = None,
         *,
         patience_s: float = 300.0,

@@ -85,7 +85,7 @@ class OutputDir:
         for name in (*files, FINISHED, WRITTEN, *CONFIGS):
             if (self.path / name).is_dir():
                 raise ConfigError(
-                    f"{KEY}: {self.path / name} is a directory, where a file is to be written; move "
+                    f"{KEY}: {self.path / name} is a directory, and a file must be written there; move "
                     f"it, or name another directory with -o {KEY} DIR"
                 )
         self._lock = lock_directory(self.path, LOCK, command="hone eval", key=KEY)

@@ -66,12 +66,12 @@ class JudgeBaseConfig(EvaluatorBaseConfig):
     @model_validator(mode="after")
     def _it_names_a_judge(self) -> Self:
         if (self.llm is None) == (self.llm_name is None):
-            raise ValueError("name one entry of `llms` as the judge, in llm")
+            raise ValueError("set llm to the entry of `llms` that judges, and leave llm_name out")
         return self
 
     async def get_llm(self, builder: Builder) -> LLM:
         name = self.llm or self.llm_name
-        assert name is not None, "the schema lets no judge without one"
+        assert name is not None, "the schema requires llm or llm_name"
         return await builder.get_llm(name)
 
     def verdicts(self, builder: Builder) -> "VerdictCache | None":
@@ -100,7 +100,7 @@ class _JudgeConfig(JudgeBaseConfig):
         if self.prompt is not None and not {"{output}", "{transcript}"} & set(
             re.findall(r"\{\w+\}", self.prompt)
         ):
-            raise ValueError("prompt holds neither {output} nor {transcript}: nothing to judge")
+            raise ValueError("prompt contains neither {output} nor {transcript}; add one of them")
         return self
 
 
@@ -148,7 +148,7 @@ class Judge(BaseEvaluator):
             ) from None
         low, high = self.config.min_score, self.config.max_score
         value = (score - low) / (high - low)
-        reasoning = {"judge": self.llm.model, "said": score, "reasoning": text}
+        reasoning = {"judge": self.llm.model, "raw_score": score, "reasoning": text}
         return EvalOutputItem(id=item.id, score=value, reasoning=reasoning)
 
     async def _verdict(self, messages: list[dict[str, str]]) -> tuple[str, float]:

@@ -4,7 +4,7 @@ In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
 Out:  ARTTrainerAdapterConfig; the keys of each job
 
 `training` has every key of a job. Keys that are not in the YAML are not sent, so that the server's
-defaults apply; only learning_rate and beta have defaults of this block's own.
+defaults apply; only learning_rate and beta always are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,17 @@ from hone.config.policy import Trained, address_of
 from hone.config.registry import TrainerAdapterConfig
 from hone.config.schema import Document
 from hone.model import TrainableModel
-from hone.types import AdvertisedUrl, Directory, Name, TrainConfig
+from hone.types import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
+    AdvertisedUrl,
+    Alpha,
+    Directory,
+    EngineName,
+    Name,
+    Rank,
+    TrainConfig,
+)
 
 
 class ARTBackendConfig(Strict):
@@ -56,16 +66,16 @@ class ARTBackendConfig(Strict):
     those above; the rest does not apply to a running server and is listed in the log."""
     root: Directory = Path(".hone")
     """Directory in which the run's own server keeps its state."""
-    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    engine: EngineName = "auto"
     """Inference engine of the run's own server, as `hone serve --engine`."""
     engine_python: Path | None = None
     """Python interpreter with vLLM for the run's own server, as `hone serve --engine-python`."""
     engine_url: str | None = None
     """Running vLLM server for the run's own server to use, as `hone serve --engine-url`. May also be
     written as `engine: {url: URL}`."""
-    rank: int = Field(8, gt=0, le=512)
+    rank: Rank = DEFAULT_RANK
     """LoRA rank."""
-    alpha: float = Field(16.0, gt=0)
+    alpha: Alpha = DEFAULT_ALPHA
     """LoRA alpha, as in PEFT."""
 
     @property
@@ -170,8 +180,6 @@ class ARTTrainingConfig(TrainConfig, Strict):
         "num_train_epochs": "set finetuning.num_epochs",
     }
 
-    learning_rate: float = Field(default=5e-5, ge=0)
-    """AdamW's step size (0 measures without moving the weights)."""
     schedule: Literal["constant", "linear"] = "constant"
     """linear: the learning rate falls from learning_rate in the first job to 0 after the last
     planned one."""
@@ -181,7 +189,7 @@ class ARTTrainingConfig(TrainConfig, Strict):
     def job_keys(self, place: int, planned: int) -> dict[str, Any]:
         """Training keys of job number `place` (from 0) of `planned` jobs."""
         own = {"schedule", "plot_tensors"}
-        # Keys that are not set have the server's defaults; these two have this adapter's.
+        # The schedule needs a rate. Both are sent so that the log and the report can name them.
         written = self.model_dump(exclude_unset=True, exclude=own)
         left = 1.0 if self.schedule == "constant" else 1 - place / planned
         return {**written, "learning_rate": self.learning_rate * left, "beta": self.beta}

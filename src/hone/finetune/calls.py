@@ -228,7 +228,7 @@ def _not_trained(one: CallSummary, requested: str | None, targets: Targets) -> s
         return "frozen"
     if targets.models is not None:
         # If the server did not record the requested name, this process may have seen it.
-        name = one.asked or requested
+        name = one.requested_model or requested
         names = {name} if name else {one.model, one.base_model}
         if not names & targets.models:
             return "not_target_model"

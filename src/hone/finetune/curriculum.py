@@ -399,7 +399,7 @@ def failed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
 
 
 def crashed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """As `failed_at_one_line`, for exceptions that point to a bug; training can mend the others."""
+    """As `failed_at_one_line`, for exceptions that point to a bug; training can correct the others."""
     failed = failed_at_one_line(records)
     kinds = {(r.failure.reason, r.failure.type) for r in failed if r.failure}
     mended = any(reason not in CRASHES or type in MENDED for reason, type in kinds)
@@ -411,7 +411,7 @@ def crash_error(records: Sequence[RolloutRecord], *, where: str) -> str | None:
     crash = _crash(records, where)
     return crash and (
         f"{crash}\n"
-        "That is a bug there, not a mistake that training can mend. Fix it and run the same command "
+        "That is a bug there, not a mistake that training can correct. Fix it and run the same command "
         "again: these rollouts are run again, the others are kept. If the code had to change, add "
         "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
         "rollouts are trained on."

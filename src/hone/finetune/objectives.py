@@ -9,7 +9,7 @@ again after a kill is the same job.
 """
 
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -21,7 +21,9 @@ from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.trainer import ARTTrainer
-from hone.train_config import TrainConfig
+from hone.train_config import DpoPairs, DpoReference, TrainConfig
+
+_DEFAULTS = TrainConfig()
 
 
 class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
@@ -31,13 +33,13 @@ class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
     dataset (`dataset_traj_builder`).
     """
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=_DEFAULTS.dpo_beta, gt=0)
     """How strongly the policy is kept close to the reference; smaller values let it move
     further."""
-    pairs: Literal["best_worst", "all"] = "best_worst"
+    pairs: DpoPairs = _DEFAULTS.dpo_pairs
     """One pair per group, of the best and the worst trajectory by reward; or every pair with unequal
     rewards."""
-    reference: Literal["base", "job"] = "base"
+    reference: DpoReference = _DEFAULTS.dpo_reference
     """The reference policy: the base model without adapter, or the policy at the start of each job."""
 
     def job_keys(self) -> dict[str, Any]:

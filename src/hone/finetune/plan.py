@@ -22,6 +22,7 @@ from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
 from hone.finetune.resume import RunState, rounds_of
 from hone.report.text import counted, duration
+from hone.train_config import TrainConfig
 
 PREFLIGHT = 2
 """Rollouts before the first epoch that are not used for training."""
@@ -79,7 +80,7 @@ class Plan:
             return text
         return (
             f"{text}, which can hardly move the model. Raise training.learning_rate (its default is "
-            "5e-5), finetuning.num_epochs, or the number of examples; or lower "
+            f"{TrainConfig().learning_rate:g}), finetuning.num_epochs, or the number of examples; or lower "
             "training.groups_per_optimizer_step."
         )
 

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from hone.credit import Baseline, Credit
 from hone.errors import ConfigError
 from hone.rollout_record import EpisodeItem
+from hone.train_config import TrainConfig
+
+_DEFAULTS = TrainConfig()
 
 
 class _Value(BaseModel):
@@ -25,8 +28,8 @@ class _Value(BaseModel):
 class Comparison:
     """How the trajectories of a job are compared: `credit` and `baseline` of a job's keys."""
 
-    credit: Credit = "outcome"
-    baseline: Baseline = "group"
+    credit: Credit = _DEFAULTS.credit
+    baseline: Baseline = _DEFAULTS.baseline
 
 
 class TrainingStatusEnum(StrEnum):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hone.learner.trie import Labels
+from hone.train_config import LossName
 from hone.types import TrainConfig
 
 Term = Callable[[Tensor, Tensor, Tensor, TrainConfig], tuple[Tensor, Tensor]]
@@ -81,7 +82,7 @@ def constant(labels: Labels, config: TrainConfig) -> Tensor:
     return torch.full((len(labels),), 1.0 / (count * config.dr_grpo_tokens), dtype=torch.float64)
 
 
-LOSSES: dict[str, Loss] = {
+LOSSES: dict[LossName, Loss] = {
     "grpo": Loss(clipped, per_sequence),
     "dapo": Loss(clipped, per_label),
     "dr_grpo": Loss(clipped, constant),

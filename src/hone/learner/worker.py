@@ -28,7 +28,7 @@ from hone import errors
 from hone.errors import LearnerDied, TrainingError
 from hone.logs import write_output
 from hone.models.cache import cache_home
-from hone.types import Strict, TrainConfig
+from hone.types import DEFAULT_ALPHA, DEFAULT_RANK, Alpha, Rank, Strict, TrainConfig
 
 STDERR_LINES = 40
 
@@ -45,8 +45,8 @@ class LearnerSpec(Strict):
     """Written into the adapter's configuration."""
     adapter_dir: Path | None = None
     """Checkpoint to continue from; None for a new random adapter."""
-    rank: int = Field(default=8, gt=0)
-    alpha: float = Field(default=16.0, gt=0)
+    rank: Rank = DEFAULT_RANK
+    alpha: Alpha = DEFAULT_ALPHA
     seed: int = 0
     threads: int = Field(gt=0)
     device: str = "cpu"

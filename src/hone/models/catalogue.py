@@ -17,10 +17,11 @@ from hone.models.fit import available_memory, estimate, gib
 from hone.models.gguf import Progress
 from hone.models.known import KNOWN, Known
 from hone.models.shape import shape_of
+from hone.types import DEFAULT_RANK
 
 SERVING = {"dtype_bytes": 4, "kv_tokens": 8192}
-TRAINING = {"dtype_bytes": 4, "kv_tokens": 8192, "train_row_tokens": 1024, "rank": 8}
-"""The uses that `show` estimates memory for: float32, the learner's default rows, rank 8."""
+TRAINING = {"dtype_bytes": 4, "kv_tokens": 8192, "train_row_tokens": 1024, "rank": DEFAULT_RANK}
+"""The uses that `show` estimates memory for: float32, the learner's default rows and rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

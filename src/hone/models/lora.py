@@ -22,6 +22,7 @@ from torch import Tensor
 from hone.errors import ConfigError
 from hone.models.files import AGAIN, read_object
 from hone.models.weight_check import check_finite, read_header
+from hone.types import DEFAULT_ALPHA, DEFAULT_RANK
 
 Factors = tuple[Tensor, tuple[Tensor, ...]]
 """A of all parts of a projection [parts * rank, inputs], and B of each part [outputs, rank]."""
@@ -57,8 +58,8 @@ class Lora:
         cls,
         config: Layout,
         *,
-        rank: int = 8,
-        alpha: float = 16.0,
+        rank: int = DEFAULT_RANK,
+        alpha: float = DEFAULT_ALPHA,
         seed: int = 0,
         device: str | torch.device = "cpu",
     ) -> "Lora":

@@ -34,6 +34,7 @@ from hone.logs import say
 from hone.metric_names import ART_NAMES
 from hone.server import job_tasks
 from hone.server.art_requests import (
+    ART_DEFAULTS,
     ArtModel,
     KeepRequest,
     LogRequest,
@@ -204,15 +205,15 @@ def _write_model(state: State, model: ArtModel) -> None:
 async def _submit(state: State, run: Run, head: job_tasks.Head) -> JobInfo:
     """An accepted job; its trajectories are logged as ART's server does."""
     record = await in_own_thread(_record, state, head.request.model)
-    sent = job_config(head.request.config, head.request.dev_config, record.spec)
+    sent = job_config(head.request.config, head.request.dev_config, head.request.model)
     if sent.not_applicable:
         say("ART: keys without effect", model=str(record.key), keys=sent.not_applicable)
     request = JobRequest(
         model=str(record.key),
         groups=[],
-        # ART has no staleness limit: its clients may send rollouts of the previous step. The metric
-        # shows it.
-        config={"max_staleness": None, **record.spec.defaults, **sent.config},
+        # A key of the request takes precedence over the model's defaults, which `submit` adds.
+        config={k: v for k, v in ART_DEFAULTS.items() if k not in record.spec.defaults}
+        | sent.config,
         plot_tensors=sent.plot_tensors,
         advance_when_flat=True,
     )

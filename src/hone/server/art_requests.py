@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from hone.dev import ONE_WAY, RENAMED, check_only
 from hone.server.engine_choice import CheckArg
 from hone.server.model_args import ENGINE_ONLY, Read, flat, read_args
+from hone.train_config import ART_LEARNING_RATE
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import (
     AnyName,
@@ -30,9 +31,14 @@ from hone.types import (
 
 INTERNAL = "_internal_config"
 
-PLUGIN_LEARNING_RATE = 5e-05
-"""What NAT's plugin sends as `config.learning_rate` whatever its user wrote: it reads the value from
-a dict as if it were an attribute. The user's own value, in `trainer_args`, takes precedence."""
+ART_DEFAULTS: dict[str, JsonValue] = {"learning_rate": ART_LEARNING_RATE, "max_staleness": None}
+"""Keys of TrainConfig with another default than hone's. ART has no staleness limit: its clients may
+send rollouts of the previous step, and the metric shows it."""
+
+_PLUGIN_SECTIONS = {"init_args", "engine_args", "trainer_args"}
+_PLUGIN_CONSTANTS = {"learning_rate": 5e-05, "beta": 0, "kl_penalty_coef": 0}
+"""What NAT's plugin sends in `config` whatever its user wrote: it reads the values from a dict as if
+they were attributes. Of the last two it sends the one that its version of ART has."""
 
 _JOB = {
     "config.learning_rate": "learning_rate",
@@ -229,9 +235,13 @@ class JobConfig:
 
 
 def job_config(
-    config: Mapping[str, Any] | None, dev_config: Mapping[str, Any] | None, spec: ModelSpec
+    config: Mapping[str, Any] | None, dev_config: Mapping[str, Any] | None, model: ArtModel
 ) -> JobConfig:
-    """The keys of TrainConfig in a training call, without those that the model's defaults override."""
+    """The keys of TrainConfig in a training call, without constants of NAT's plugin.
+
+    All other values are those that the client sent. ART's client always sends a learning rate, and
+    nothing in its request says whether its user wrote it.
+    """
     read = Read((), _ONLY)
     sent = dict(dev_config or {})
     plot_tensors = bool(sent.pop("plot_tensors", False))
@@ -247,11 +257,24 @@ def job_config(
         read.fields["loss"] = "grpo" if ppo else "cispo"
     if uncapped:
         read.fields["importance_cap"] = None
-    for key, unsaid in (("learning_rate", PLUGIN_LEARNING_RATE), ("beta", 0)):
-        if {key, f"{key}s"} & spec.defaults.keys() and read.fields.get(key) == unsaid:
-            del read.fields[key]
+    if _is_of_plugin(config or {}, model.internal or {}):
+        written = (model.internal or {}).get("trainer_args")
+        for key in ("learning_rate", "beta"):
+            if isinstance(written, dict) and written.get(key) is not None:
+                read.fields.pop(key, None)  # the registration has made it a default of the model
     read.checked(TrainConfig)
     return JobConfig(read.fields, plot_tensors, sorted(read.not_applicable))
+
+
+def _is_of_plugin(config: Mapping[str, Any], internal: Mapping[str, Any]) -> bool:
+    """Whether a training call is of NAT's plugin.
+
+    Its `_internal_config` always has these sections, null if its user left them out, and at most one
+    more; users of ART write only the sections that they need.
+    """
+    sections = internal.keys() - {"torchtune_args"} == _PLUGIN_SECTIONS
+    constant = all(value == _PLUGIN_CONSTANTS.get(key) for key, value in config.items())
+    return sections and constant and "learning_rate" in config
 
 
 def server_keys(config: Mapping[str, Any] | None) -> list[str]:

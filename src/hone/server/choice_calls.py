@@ -41,7 +41,7 @@ _CALL = re.compile(r"call-[0-9a-f]{20}")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a job starts from: the model, its newest step, and how it is to be trained."""
+    """What a job starts from: the model, its newest step, and the training settings."""
 
     record: ModelRecord
     config: TrainConfig

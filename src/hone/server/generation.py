@@ -242,7 +242,7 @@ class Generation:
             index=self.place.index,
             choice=choice.index,
             model=policy.model,
-            asked=policy.name,
+            requested_model=policy.name,
             base_model=policy.base.name,
             adapter_sha256=policy.adapter.sha256 if policy.adapter else None,
             fingerprint=self.fingerprint,

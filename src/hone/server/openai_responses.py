@@ -222,7 +222,7 @@ def _response(call: RecordedCall, encrypted: bool) -> dict[str, Any]:
         id=call.id,
         call_id=call.id,
         created_at=call.created_at,
-        model=call.asked,
+        model=call.requested_model,
         fingerprint=call.fingerprint,
         policy_step=call.call.step,
         prompt_ids=call.call.prompt_ids,

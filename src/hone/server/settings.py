@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from hone.types import AdvertisedUrl, Directory, Strict
+from hone.types import DEFAULT_PORT, AdvertisedUrl, Directory, EngineName, Strict
 from hone.wire.access import KEY_FORM, is_key
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -32,14 +32,14 @@ class Settings(Strict):
     files are outside it."""
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than a loopback address requires a key."""
-    port: int = Field(default=7623, ge=0, le=65535)
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """Port of the training API and the inference APIs; 0 picks a free port."""
     inference_port: int | None = Field(default=8000, ge=0, le=65535)
     """Port of the inference APIs only; 0 picks a free port, -1 opens none."""
     advertise_url: AdvertisedUrl | None = None
     """Address at which agents on other machines or in containers reach the inference APIs, such as
     `http://gpu1:8000`. Runs pass it to the agents that they start."""
-    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    engine: EngineName = "auto"
     """Inference engine: embedded runs in this process, vllm starts vLLM in a separate process. auto
     uses vllm if it is installed and the machine has a CUDA GPU, otherwise embedded."""
     engine_python: Path | None = None

@@ -23,6 +23,7 @@ from hone.rollout_record import CallRecord, RolloutRecord
 log = logging.getLogger("hone.sinks")
 
 Message = dict[str, Any]
+SentAdapters = Literal["none", "last", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Sink:
     """Number of lines of events.jsonl that the sink already has; None if only the cursor knows."""
     flush_events: int = 64
     """Maximum number of events between two flushes; each flush saves the cursor."""
-    adapters: Literal["none", "last", "all"] = "none"
+    adapters: SentAdapters = "none"
     """Which adapters are sent: none, those of the end of the run, or that of every step. One that
     turns out to be the best is sent again, as such."""
     refused: int = 0

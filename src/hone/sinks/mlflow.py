@@ -11,11 +11,11 @@ not sent again.
 
 import re
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.events import RunFinished
-from hone.sinks.base import Adapter, Point, Run, Sink
+from hone.sinks.base import Adapter, Point, Run, SentAdapters, Sink
 from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class MLflowConfig(LoggerBaseConfig, name="mlflow"):
     """Experiment of the run; the model's project if not set."""
     run_name: str | None = None
     """Name of the run; its id if not set."""
-    adapters: Literal["none", "last", "all"] = "none"
+    adapters: SentAdapters = "none"
     """Adapters that are sent as artifacts, if the server's root is on this machine: none, the newest
     and the best at the end of the run, or that of every step."""
 

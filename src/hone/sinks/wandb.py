@@ -23,7 +23,16 @@ from pydantic import Field
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.events import RunFinished
-from hone.sinks.base import TABLE_COLUMNS, Adapter, Point, Rollout, RoundTable, Run, Sink
+from hone.sinks.base import (
+    TABLE_COLUMNS,
+    Adapter,
+    Point,
+    Rollout,
+    RoundTable,
+    Run,
+    SentAdapters,
+    Sink,
+)
 
 AXIS = "training_step"
 """Metric over which the others are drawn, as in ART."""
@@ -58,7 +67,7 @@ class WandbConfig(LoggerBaseConfig, name="wandb"):
     """`WANDB_BASE_URL`, or W&B's cloud, if not set."""
     rollouts: bool = True
     """Whether a table of the rollouts is sent for each round and validation."""
-    adapters: Literal["none", "last", "all"] = "last"
+    adapters: SentAdapters = "last"
     """Adapters that are sent as artifacts, if the server's root is on this machine: none, the newest
     and the best at the end of the run, or that of every step."""
 

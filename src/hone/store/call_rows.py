@@ -67,7 +67,7 @@ class Row:
 
 
 _BODY_FIELDS = {
-    *("model", "asked", "adapter_sha256", "fingerprint", "reply", "finish"),
+    *("model", "requested_model", "adapter_sha256", "fingerprint", "reply", "finish"),
     *("outcome", "reasons", "continues", "malformed", "abandoned", "held_s", "request_fields"),
 }
 _CALL_FIELDS = {"exact", "masked_logprobs", "forced", "temperature", "step", "function", "trained"}

@@ -27,11 +27,11 @@ from hone.config.policy import PolicyCalls
 from hone.errors import AgentCrashed, AgentFailed, PolicyFailure
 from hone.place import chain_of, place_in, place_waited_at
 from hone.redact import redact
+from hone.rollout_record import FailureKind
 from hone.trajectory import failure_of
 from hone.types import Failure
 from hone.workflow.outside import api_code, is_outside_answer, reason_of
 
-Kind = Literal["infrastructure", "policy"]
 Cause = Literal["policy", "agent", "outside"]
 """`policy`: the agent says so. `agent`: the policy's, once it has answered. `outside`: never."""
 
@@ -43,7 +43,7 @@ _ANSWERS = ("unparseable", "token_limit")
 class RolloutFailure:
     """Why a rollout has no output."""
 
-    kind: Kind
+    kind: FailureKind
     reason: str
     """One word, to count by. Outside: connection, server_error, timeout, resources, killed,
     not_started, model_name, infrastructure_exceptions, or the `reason` of an AgentFailed. After an answer:
