@@ -49,7 +49,9 @@ def calling(arguments: Any = '{"city": "Paris"}', *, id: str = "c1", **keys: Any
 
 
 def _two_calls(*names: str) -> Message:
-    made = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in names]
+    made = [
+        {"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in names
+    ]
     return said(None, tool_calls=made)
 
 
@@ -161,6 +163,7 @@ def of_server(index: int, messages: list[Message], reply: Message) -> RecordedCa
         rollout="r",
         index=index,
         model="default/m",
+        asked="m",
         base_model="b",
         adapter_sha256=None,
         fingerprint="f",
