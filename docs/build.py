@@ -224,7 +224,7 @@ def run_directory_reference() -> str:
     lines += ["", "## events.jsonl", "", "One JSON object per line, in the order in which things "]
     lines[-1] += (
         "happened; a line is never changed. Every event has `at`, the time in seconds since 1970, and "
-        "`type`. Fields with a default may be missing from the logs of earlier versions. Plugins may "
+        "`type`. Fields with a default may be missing. Plugins may "
         "append events of their own types, and readers ignore fields they do not know. A resumed run "
         "may log an epoch twice; the later event counts."
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from tests.finetune.runs import REST
 
 from hone.errors import DiskFull, StateError
 from hone.event_log import EventLog, EventReader, read
@@ -15,7 +16,6 @@ from hone.events import (
     JobDone,
     PreflightDone,
     RunStarted,
-    ValidationDone,
     WarningLogged,
 )
 
@@ -60,8 +60,9 @@ def test_a_password_that_is_also_the_name_of_the_project_does_not_hide_it(
 def test_examples_of_a_curriculum_keep_their_ids(tmp_path: Path):
     curriculum = {"history": {"sk-task-000000000001": {"epoch": 0, "excluded": True}}}
     place = {"epoch": 0, "round": 0, "metrics": {}, "dropped": {}, "zero_variance_groups": 0}
+    place |= REST["epoch_collected"] | {"curriculum": curriculum}
     with EventLog(tmp_path / "events.jsonl") as log:
-        event = log.append("epoch_collected", **place, curriculum=curriculum)
+        event = log.append("epoch_collected", **place)
     assert isinstance(event, EpochCollected) and event.curriculum == curriculum
 
 
@@ -129,20 +130,11 @@ def test_a_line_that_lacks_a_field_is_named(tmp_path: Path):
         read(path)
 
 
-def test_a_log_of_the_first_version_is_read(tmp_path: Path):
-    """It has the fields that are required now, and none of those that came later."""
-    path = tmp_path / "events.jsonl"
-    started = {"run_id": "art_run_1", "session": 1, "epochs": 5, "step": 0}
-    validated = {"epoch": 0, "step": 0, "avg_reward": 0.5, "rewards": {"a": [0.5]}}
-    lines = [
-        {"at": 1.0, "type": "run_started"} | started,
-        {"at": 2.0, "type": "validation", "failures": {"connection": 2}} | validated,
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run, validation = read(path)
-    assert isinstance(run, RunStarted) and isinstance(validation, ValidationDone)
-    assert (run.command_at, run.name, run.evaluators) == (1.0, None, (None, None))
-    assert (validation.failures, validation.on_policy_failure) == (2, "drop")
+def test_a_run_of_the_sdk_began_with_its_event(tmp_path: Path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run = log.append("run_started", run_id="r", session=1, epochs=0, step=None)
+    assert isinstance(run, RunStarted)
+    assert (run.command_at, run.name, run.evaluators) == (run.at, None, (None, None))
 
 
 def test_a_reader_returns_each_event_once(tmp_path: Path):

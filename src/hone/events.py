@@ -3,14 +3,14 @@
 In:   the fields of a line of events.jsonl
 Out:  typed Events
 
-Fields without a default have been written by every version; the others may be missing from the
-log of an earlier version. Events may carry fields that are not listed here, and plugins may append
-events of their own types.
+Fields with a default are those that not every writer has: a program that uses the SDK logs less of
+a run than `hone finetune`, and a plugin's adapter or validation says less of a job or of rewards.
+Events may carry fields that are not listed here, and plugins may append events of their own types.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Event(BaseModel, frozen=True):
@@ -105,7 +105,7 @@ class RunStarted(Event, frozen=True):
 
     @property
     def command_at(self) -> float:
-        """When this session's command was started; for old logs, when the event was written."""
+        """When this session's command was started; without a command, when the event was written."""
         return self.at if self.began is None else min(self.at, self.began)
 
     @property
@@ -132,7 +132,7 @@ class EpochStarted(RoundEvent, frozen=True):
     """Policy step that is sampled."""
     rollouts: int
     """Rollouts of the round."""
-    resumed: int = 0
+    resumed: int
     """Rollouts of the round that an earlier session finished."""
 
 
@@ -153,21 +153,21 @@ class RolloutDone(RoundEvent, frozen=True):
     failure_kind: str | None
     """`policy` if the model caused the failure, `infrastructure` otherwise; null on success. If the
     evaluator scored no rollout of the round, all of its failures count as `infrastructure`."""
-    tokens: int | None
+    tokens: int
     """Sampled tokens."""
-    round: int = 0
+    round: int
     """Number of the round in the epoch, from 0; of `final`, as in `final_validation`."""
-    rollout: str | None = None
+    rollout: str
     """Id under which the server records the calls of the rollout."""
-    failure_reason: str | None = None
-    """Reason of the failure, such as `timeout` or `token_limit`."""
-    seconds: float | None = None
+    failure_reason: str | None
+    """Reason of the failure, such as `timeout` or `token_limit`; null on success."""
+    seconds: float
     """Duration of the rollout."""
-    calls: int | None = None
+    calls: int
     """Model calls."""
-    answered: bool | None = None
+    answered: bool
     """Whether the trained policy answered a call of the rollout."""
-    retried: list[str] = Field(default_factory=list)
+    retried: list[str]
     """`kind: reason` of the failed attempts before this one."""
 
 
@@ -177,17 +177,17 @@ class EpochCollected(RoundEvent, frozen=True):
     type: Literal["epoch_collected"] = "epoch_collected"
     metrics: dict[str, Any]
     """Numbers for `training_metrics.jsonl`."""
-    dropped: dict[str, int] | None
+    dropped: dict[str, int]
     """Rollouts that are not trained on, by reason."""
     zero_variance_groups: int | None
-    """Groups in which all rollouts have the same reward."""
-    step: int | None = None
+    """Groups in which all rollouts have the same reward; null if the training compares none."""
+    step: int | None
     """Policy step that was sampled."""
-    failure_reward: float | None = None
+    failure_reward: float | None
     """Reward with which rollouts that failed because of the model are trained on; null if none is."""
-    curriculum_state: dict[str, Any] | None = None
+    curriculum_state: dict[str, Any] | None
     """Content of `curriculum_state.json`; null without a curriculum."""
-    curriculum: dict[str, Any] | None = None
+    curriculum: dict[str, Any]
     """What a resumed run needs to restore the curriculum."""
 
 
@@ -201,7 +201,7 @@ class JobSubmitted(RoundEvent, frozen=True):
     """Trajectories that were submitted."""
     groups: int
     """Groups that were submitted."""
-    dropped: dict[str, int] | None = None
+    dropped: dict[str, int]
     """Trajectories and groups among them that could not be sent, by reason."""
 
 
@@ -273,15 +273,10 @@ class ValidationStarted(Event, frozen=True):
     """Epochs that the policy was trained for; in the comparison at the end, the later policy."""
     rollouts: int
     """Rollouts of the validation; in the comparison at the end, those of both policies."""
-    resumed: int = 0
+    resumed: int
     """Rollouts of the validation that an earlier session finished."""
-    final: bool = False
+    final: bool
     """It is the comparison at the end of the run, in which two policies answer side by side."""
-
-
-def _number_of_failures(failures: Any) -> Any:
-    """The first version counted failures by reason."""
-    return sum(failures.values()) if isinstance(failures, dict) else failures or 0
 
 
 class ValidationResult(Event, frozen=True):
@@ -295,7 +290,7 @@ class ValidationResult(Event, frozen=True):
     """Null if the validation failed."""
     rewards: dict[str, list[float | None]]
     """Rewards by example; null for a rollout without a reward."""
-    failures: Annotated[int, BeforeValidator(_number_of_failures)]
+    failures: int
     """Rollouts without a reward."""
     min_reward: float | None = None
     """Lowest reward."""
@@ -303,7 +298,7 @@ class ValidationResult(Event, frozen=True):
     """Highest reward."""
     num_examples: int | None = None
     """Examples that were run."""
-    policy_failures: dict[str, int] | None = None
+    policy_failures: dict[str, int] = Field(default_factory=dict)
     """Rollouts that failed because of the model, by example."""
     on_policy_failure: Literal["drop", "lowest"] | float = "drop"
     """Reward of such a rollout. `lowest` and `drop`: the smaller of 0 and the run's lowest reward."""
@@ -327,7 +322,7 @@ class FinalValidationDone(ValidationResult, frozen=True):
     """One of the two policies that answered the held-out examples side by side, to be compared."""
 
     type: Literal["final_validation"] = "final_validation"
-    round: int = 0
+    round: int
     """`round` of the rollouts: epochs that the later policy of the comparison was trained for."""
 
 

@@ -23,11 +23,10 @@ from pydantic import (
     Field,
     JsonValue,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
-from hone.train_config import TrainConfig, unused_keys
+from hone.train_config import TrainConfig
 from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has it
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -309,15 +308,6 @@ class JobInfo(Strict):
     """Why there was no gradient step."""
     failure: Failure | None = None
 
-    @field_validator("config", mode="before")
-    @classmethod
-    def _without_unused_keys(cls, config: Any) -> Any:
-        """A stored job may have keys that are refused today because its loss does not use them."""
-        if not isinstance(config, dict):
-            return config
-        unused = unused_keys(config.get("loss"))
-        return {key: value for key, value in config.items() if key not in unused}
-
     @property
     def key(self) -> ModelKey:
         return ModelKey(*self.model.split("/"))
@@ -378,8 +368,8 @@ class RecordedCall(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    requested_model: str = ""
-    """The model name of the request; empty in records of earlier versions."""
+    requested_model: str
+    """The model name of the request."""
     base_model: str
     adapter_sha256: str | None
     fingerprint: str
@@ -421,8 +411,8 @@ class CallSummary(Strict):
     choice: int = 0
     model: str
     """PROJECT/NAME, or the base model's name."""
-    requested_model: str = ""
-    """The model name of the request; empty in records of earlier versions."""
+    requested_model: str
+    """The model name of the request."""
     base_model: str
     finish: str
     abandoned: bool = False

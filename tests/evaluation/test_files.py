@@ -232,7 +232,7 @@ def test_names_of_evaluators_become_names_of_files(tmp_path: Path):
 
 def test_a_directory_in_the_place_of_a_file_is_found_before_anything_runs(tmp_path: Path):
     (tmp_path / "workflow_output.json").mkdir()
-    with pytest.raises(ConfigError, match=r"workflow_output\.json is a directory, where a file is"):
+    with pytest.raises(ConfigError, match=r"workflow_output\.json is a directory, and a file"):
         opened(tmp_path)
 
 

@@ -19,6 +19,28 @@ from hone.events import Event, parse
 
 Line = dict[str, Any]
 
+REST: dict[str, Line] = {
+    "epoch_started": {"resumed": 0},
+    "rollout": {
+        "round": 0,
+        "rollout": "r",
+        "failure_reason": None,
+        "seconds": 1.0,
+        "calls": 1,
+        "answered": True,
+        "retried": [],
+    },
+    "epoch_collected": {
+        "step": 0,
+        "failure_reward": None,
+        "curriculum_state": None,
+        "curriculum": {},
+    },
+    "job_submitted": {"dropped": {}},
+    "validation_started": {"resumed": 0, "final": False},
+}
+"""Fields that most tests do not care about, by the type of the event."""
+
 
 @dataclass
 class Story:
@@ -370,7 +392,7 @@ class _Teller:
 
     def event(self, type: str, **fields: Any) -> Line:
         self.at += 0.001
-        return {"at": self.at, "type": type} | fields
+        return {"at": self.at, "type": type} | REST.get(type, {}) | fields
 
 
 _REST = {"validate_s": 0.0, "other_s": 0.1}

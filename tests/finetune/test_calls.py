@@ -35,6 +35,7 @@ def recorded(id: str, index: int = 0, function: str = "<workflow>", **changes: A
         "rollout": "r",
         "index": index,
         "model": "p/n",
+        "requested_model": "n",
         "base_model": "base",
         "adapter_sha256": None,
         "fingerprint": "f",
@@ -104,14 +105,10 @@ def test_why_a_recorded_call_is_not_trained():
     assert from_recorded([], (), Targets()).reason == "no_calls"
 
 
-def test_a_target_model_is_what_was_asked_for_and_what_answered_where_nobody_saw():
-    calls = [recorded("a"), recorded("b", 1), recorded("unseen", 2)]
-    wire = [seen(0, "actor-name", "a"), seen(1, "critic-name", "b")]
-    by_name = Targets(models=frozenset({"actor-name"}))
-    assert ids(from_recorded(calls, wire, by_name)) == ["a"]
-    assert ids(from_recorded(calls, wire, Targets(models=frozenset({"critic-name", "p/n"})))) == [
-        "b", "unseen",
-    ]  # fmt: skip
+def test_a_target_model_is_the_one_that_was_requested():
+    calls = [recorded("a", requested_model="actor-name"), recorded("b", 1, requested_model="critic-name")]
+    result = from_recorded(calls, (), Targets(models=frozenset({"actor-name", "p/n"})))
+    assert (ids(result), result.dropped) == (["a"], {"not_target_model": 1})
 
 
 def test_calls_that_asked_for_a_fixed_step_are_not_trained():

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.finetune.runs import REST
 
 from hone.config.schema import CurriculumLearningConfig, EarlyStoppingConfig, FinetuneConfig
 from hone.evaluation.base import EvalInputItem
@@ -25,7 +26,7 @@ ITEMS = [EvalInputItem(id=name, input_obj=name) for name in "abcd"]
 
 
 def event(type: str, **fields: Any) -> Event:
-    return parse({"at": 0.0, "type": type, "round": 0, **fields})
+    return parse({**REST.get(type, {}), "at": 0.0, "type": type, "round": 0, **fields})
 
 
 def collected(epoch: int, trajectories: int = 4, filtered: int = 4, **fields: Any) -> Event:

@@ -1,12 +1,12 @@
-"""Packed groups: the identity, what earlier versions stored, and how little a shared prompt takes."""
+"""Packed groups: the identity, another format, and how little a shared prompt takes."""
 
-import json
 import math
 import random
 import zlib
 
 import pytest
 
+from hone.errors import StateError
 from hone.learner.packed import pack_groups, unpack_groups
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call
@@ -52,11 +52,9 @@ def test_nan_is_kept_for_the_learner_to_refuse():
     assert math.isnan(group.trajectories[0].calls[0].logprobs[0])
 
 
-def test_what_earlier_versions_stored_is_read():
-    call = Call(prompt_ids=[1, 2], completion_ids=[3], logprobs=[-0.5])
-    group = TrajectoryGroup([Trajectory(calls=[call], reward=1.0)])
-    stored = zlib.compress(json.dumps([group.model_dump()]).encode(), 1)
-    assert [g.model_dump() for g in unpack_groups(stored)] == [group.model_dump()]
+def test_another_format_is_refused():
+    with pytest.raises(StateError, match=r"hone-groups-9.*upgrade hone"):
+        unpack_groups(b"hone-groups-9\n" + zlib.compress(b"[]"))
 
 
 def test_a_prompt_is_stored_once_for_all_of_its_rollouts_and_turns():

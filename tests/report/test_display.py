@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.finetune.runs import STORIES, Story, events
+from tests.finetune.runs import REST, STORIES, Story, events
 from tests.report.test_metrics import collected, rollout, started
 
 from hone.event_log import EventLog
@@ -17,7 +17,7 @@ from hone.report.display import BLOCKS, Display, State, sparks
 
 def stage(at: float, epoch: int, rollouts: int = 10) -> dict:
     event = {"at": at, "type": "epoch_started", "epoch": epoch, "round": 0, "rounds": 1, "step": 0}
-    return event | {"rollouts": rollouts}
+    return REST["epoch_started"] | event | {"rollouts": rollouts}
 
 
 def done(at: float, epoch: int) -> dict:
@@ -66,7 +66,7 @@ def test_a_job_is_rows_of_steps():
     state.add(
         parse(
             {"at": 1.0, "type": "job_submitted", "epoch": 0, "round": 0}
-            | {"job": "j", "trajectories": 8, "groups": 2}
+            | {"job": "j", "trajectories": 8, "groups": 2, "dropped": {}}
         )
     )
     assert (state.stage, state.progress(1.0)) == ("learning", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.finetune.runs import STORIES, Story, events
+from tests.finetune.runs import REST, STORIES, Story, events
 
 from hone.events import parse
 from hone.report import metrics
@@ -41,9 +41,9 @@ def started(at: float = 0.0, **more: Any) -> Line:
 
 def rollout(epoch: int, example: str, generation: int, reward: float | None, **more: Any) -> Line:
     place = {"epoch": epoch, "round": 0, "example": example, "generation": generation}
-    rest = {"failure_kind": None, "failure_reason": None, "calls": 1, "tokens": 10, "seconds": 1.0}
+    rest = {"failure_kind": None, "tokens": 10}
     event = {"at": epoch + 0.5, "type": "rollout", "split": "train", "reward": reward}
-    return event | place | rest | more
+    return REST["rollout"] | event | place | rest | more
 
 
 def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any) -> Line:
@@ -58,7 +58,8 @@ def collected(epoch: int, average: float | None, *, round: int = 0, **more: Any)
         "filtered_avg_reward": average,
         "curriculum_percentile": more.pop("share", 1.0),
     }
-    event = {"at": epoch + 0.6, "type": "epoch_collected", "epoch": epoch, "round": round}
+    event = REST["epoch_collected"] | {"at": epoch + 0.6, "type": "epoch_collected"}
+    event |= {"epoch": epoch, "round": round}
     return event | {"metrics": numbers, "dropped": {}, "zero_variance_groups": 0} | more
 
 
@@ -94,8 +95,7 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
         ),
         rollout(0, "b", 0, 0.2, at=10.0),
         started(1000.0, session=2),
-        {"at": 1001.0, "type": "epoch_started", "epoch": 0, "round": 0, "rounds": 1, "step": 0}
-        | {"rollouts": 2},
+        started_epoch(1001.0),
         rollout(0, "a", 0, 1.0, at=1002.0),
         collected(0, 0.6, at=1004.0),
     ]
@@ -111,7 +111,7 @@ def test_what_happened_twice_counts_once_and_its_time_twice():
 
 def started_epoch(at: float, epoch: int = 0) -> Line:
     event = {"at": at, "type": "epoch_started", "epoch": epoch, "round": 0, "rounds": 1, "step": 0}
-    return event | {"rollouts": 2}
+    return REST["epoch_started"] | event | {"rollouts": 2}
 
 
 def test_phases_add_up_to_the_time_since_the_command():
@@ -124,7 +124,8 @@ def test_phases_add_up_to_the_time_since_the_command():
         collected(0, 0.5, at=54.0),
         job(0) | {"at": 74.0},
         done | {"phases": {}},
-        {"at": 80.0, "type": "validation_started", "epoch": 1, "rollouts": 1},
+        REST["validation_started"]
+        | {"at": 80.0, "type": "validation_started", "epoch": 1, "rollouts": 1},
         validation | {"rewards": {"a": [0.5]}, "failures": 0, "seconds": 5.0},
         {"at": 90.0, "type": "run_finished", "status": "completed", "message": "", "step": 1}
         | {"seconds": 88.0},
@@ -155,6 +156,7 @@ def test_an_epoch_that_never_ended_took_its_time_too():
             "job": "j",
             "trajectories": 8,
             "groups": 2,
+            "dropped": {},
         },
         {"at": 43.0, "type": "run_interrupted"},
     ]
@@ -180,6 +182,7 @@ def test_an_epoch_that_never_ended_took_its_time_too():
             "job": "j",
             "trajectories": 8,
             "groups": 2,
+            "dropped": {},
         },
         job(0) | {"at": 109.0},
         done | {"phases": {}},

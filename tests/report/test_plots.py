@@ -139,8 +139,6 @@ def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
     assert labels(lines) == [["training", "held out"]]
     lines[0]["validation_greedy"] = True
     assert labels(lines) == [["training", "held out at temperature 0"]]
-    # Runs of before this was recorded.
-    assert labels([started(), *lines[1:]]) == [["training", "held out"]]
 
 
 def test_a_name_is_no_formula(tmp_path: Path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tests.finetune.runs import REST
 from tests.report.test_metrics import (
     collected,
     flat_run,
@@ -44,6 +45,7 @@ def submitted(at: float) -> dict:
     return {"at": at, "type": "job_submitted", "epoch": 0, "round": 0, "job": "j0"} | {
         "trajectories": 8,
         "groups": 2,
+        "dropped": {},
     }
 
 
@@ -136,7 +138,8 @@ def test_what_never_ended_has_its_time_by_stage(tmp_path: Path):
         submitted(1040.0),
         job(0) | {"at": 1055.0},
         done(1055.0, 0, rollout_s=30.0, learn_s=15.0),
-        {"at": 1055.0, "type": "validation_started", "epoch": 1, "rollouts": 8},
+        REST["validation_started"]
+        | {"at": 1055.0, "type": "validation_started", "epoch": 1, "rollouts": 8},
         {"at": 1070.0, "type": "run_interrupted"},
     )
     # 30 s and 70 s: start 10 + 10, rollouts 20 of the killed epoch + 30, learning 15, and 15 of a

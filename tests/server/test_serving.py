@@ -175,7 +175,7 @@ async def test_a_fingerprint_says_which_part_differs(
     different = differing(language.fingerprint, other.fingerprint)
     # Another template may have another renderer, which is told with the arguments.
     assert [part for part in different if part in FIXED] == parts
-    # What an older hone wrote has fewer parts, and they are not guessed at.
+    # That of another version may have fewer parts, and they are not guessed at.
     assert differing(language.fingerprint.partition("-")[0], language.fingerprint) == []
 
 

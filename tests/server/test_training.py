@@ -428,6 +428,7 @@ async def record(api: Api, *rollouts: str) -> list[dict[str, Any]]:
             rollout=rollout,
             index=0,
             model="default/agent",
+            requested_model="agent",
             base_model=api.base_model,
             adapter_sha256=None,
             fingerprint=language.fingerprint,

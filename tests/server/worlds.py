@@ -110,6 +110,7 @@ class World:
             "rollout": "",
             "index": 0,
             "model": str(self.record.key),
+            "requested_model": self.record.key.name,
             "base_model": self.record.spec.base_model,
             "adapter_sha256": None,
             "fingerprint": self.language.fingerprint,

@@ -45,6 +45,7 @@ def recorded(
         "rollout": rollout,
         "index": index,
         "model": "default/agent",
+        "requested_model": "agent",
         "base_model": "tiny",
         "adapter_sha256": "ab" * 32,
         "fingerprint": "f-t",

@@ -73,16 +73,6 @@ def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, 
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("loss", "unused"), [("sft", {"epsilon": 0.2}), ("dapo", {"unit": "call"})]
-)
-def test_a_stored_job_may_have_keys_that_its_loss_does_not_use(queue, agent, loss, unused):
-    job = add(queue, agent, config=TrainConfig(loss=loss))
-    stored = job.model_dump()
-    read = JobInfo.model_validate({**stored, "config": stored["config"] | unused})
-    assert read == job
-
-
 def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
     call = Call(prompt_ids=[1], completion_ids=[2], logprobs=[math.nan])
     group = TrajectoryGroup([Trajectory(calls=[call], reward=1.0)])

@@ -47,7 +47,7 @@ def _seen(choices: Sequence[RecordedCall], *, index: int, host: str) -> SeenCall
     return SeenCall(
         index=index,
         function=first.call.function,
-        model=first.requested_model or first.model,
+        model=first.requested_model,
         host=host,
         messages=first.messages,
         tools=first.tools,

@@ -143,7 +143,7 @@ class TrainedCalls:
 def from_recorded(
     recorded: Sequence[CallSummary], seen: Sequence[SeenCall], targets: Targets
 ) -> TrainedCalls:
-    """Select from the recorded calls; `seen` has the model name that each call requested.
+    """Select from the recorded calls; `seen` has their order in this process.
 
     The selected calls have no text: the server has it.
     """
@@ -151,7 +151,7 @@ def from_recorded(
     trained = TrainedCalls()
     for one in sorted(recorded, key=lambda c: (c.index, c.choice)):
         request = requests.pop(one.id, None)
-        why = _not_trained(one, request and request.model, targets)
+        why = _not_trained(one, targets)
         if why is None:
             place = one.index if request is None else request.index
             trained.sampled.append(
@@ -218,7 +218,7 @@ def from_seen(seen: Sequence[SeenCall], targets: Targets) -> TrainedCalls:
     return trained
 
 
-def _not_trained(one: CallSummary, requested: str | None, targets: Targets) -> str | None:
+def _not_trained(one: CallSummary, targets: Targets) -> str | None:
     """Why a recorded call is not trained; None if it is."""
     if one.abandoned:
         return "abandoned"
@@ -226,12 +226,8 @@ def _not_trained(one: CallSummary, requested: str | None, targets: Targets) -> s
         return "other_model"
     if one.is_frozen:
         return "frozen"
-    if targets.models is not None:
-        # If the server did not record the requested name, this process may have seen it.
-        name = one.requested_model or requested
-        names = {name} if name else {one.model, one.base_model}
-        if not names & targets.models:
-            return "not_target_model"
+    if targets.models is not None and one.requested_model not in targets.models:
+        return "not_target_model"
     if not targets.has_function(one.function):
         return "not_target_function"
     if not one.num_tokens or one.logprob is None:

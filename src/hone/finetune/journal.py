@@ -57,7 +57,7 @@ Rollouts = dict[tuple[str, int], RolloutRecord]
 class RunFile(Strict):
     """The contents of run.json: which run the directory belongs to."""
 
-    model_config = ConfigDict(extra="ignore")  # an earlier version wrote the seed, too
+    model_config = ConfigDict(extra="ignore")  # a newer version may write more
 
     run_id: str
     created: float

@@ -145,7 +145,7 @@ class RunState:
         """The curriculum after all rounds so far, or after the epochs before `before`."""
         past = (r.collected for r in reversed(self.history.rounds))
         newest = next((c for c in past if c and (before is None or c.epoch < before)), None)
-        snapshot = (newest and newest.curriculum) or {}
+        snapshot = newest.curriculum if newest else {}
         return Curriculum.restore(self.config.curriculum_learning, self.config.seed, snapshot)
 
 

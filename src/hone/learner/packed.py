@@ -4,8 +4,7 @@ In:   TrajectoryGroups
 Out:  token ids and log-probabilities as arrays, the rest as JSON, all compressed; and back
 
 The calls of a job overlap: the rollouts of a group share a prompt, and a later turn begins with the
-earlier ones. A call stores only the ids after its common prefix with the previous call. Bytes of
-earlier versions, which are plain JSON, can still be read.
+earlier ones. A call stores only the ids after its common prefix with the previous call.
 
 Packing and unpacking a large job takes seconds and holds the GIL. The server passes the bytes on
 unread; processes with an event loop let another process unpack them.
@@ -18,11 +17,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hone.errors import StateError
 from hone.trajectory import TrajectoryGroup
 from hone.wire.conversation import common_prefix
 
-MARK = b"hone-groups-2\n"
-"""The first bytes, which differ from those of zlib."""
+MARK = b"hone-groups-1\n"
+"""The first bytes: the version of this format."""
 
 
 def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
@@ -47,7 +47,10 @@ def pack_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
 
 def unpack_groups(packed: bytes) -> list[TrajectoryGroup]:
     if not packed.startswith(MARK):
-        return [TrajectoryGroup(**group) for group in json.loads(zlib.decompress(packed))]
+        raise StateError(
+            f"groups of a job: got bytes that begin with {packed[: len(MARK)]!r}, not with {MARK!r}. They "
+            "are damaged, or were written by a newer hone: upgrade hone, or submit the job again."
+        )
     data = zlib.decompress(packed[len(MARK) :])
     begin = data.index(b"\n") + 1
     text, num_ids, num_logprobs = json.loads(data[:begin])

@@ -72,7 +72,7 @@ class State:
                 self._start_rollouts(event)
             case RolloutDone():
                 self.finished += 1
-                self.tokens += event.tokens or 0
+                self.tokens += event.tokens
                 self.failed += event.failure_kind is not None
                 self.retried += len(event.retried)
                 self._ended.append(event)

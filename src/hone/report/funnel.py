@@ -109,7 +109,7 @@ class Funnel:
     def _collect(self, r: Round) -> int:
         """Count what was left out before the job; returns what was submitted."""
         grouped = r.metrics.get("num_trajectories") or 0
-        dropped = Counter((r.collected and r.collected.dropped) or {})
+        dropped = Counter(r.collected.dropped if r.collected else {})
         left_out = Counter({why: n for why, n in dropped.items() if not why.startswith("call/")})
         self.calls.update({why: n for why, n in dropped.items() if why.startswith("call/")})
         rollouts = len(r.rewards.keys() | r.failures.keys())
@@ -120,7 +120,7 @@ class Funnel:
         if r.submitted is None:
             left_out["not_submitted"], sent = sent, 0
         else:
-            unsent = (r.submitted.dropped or {}).get("message_order", 0)
+            unsent = r.submitted.dropped.get("message_order", 0)
             left_out["message_order"], sent = unsent, sent - unsent
         self.left_out.update(+left_out)
         self.submitted += sent
@@ -150,7 +150,7 @@ class Funnel:
         """Failures of the model in this round, without those that were dropped."""
         if r.collected is None or (reward := r.collected.failure_reward) is None:
             return  # none is trained
-        dropped = Counter(r.collected.dropped or {})
+        dropped = Counter(r.collected.dropped)
         reasons = Counter(
             reason
             for kind, _, reason in (why.partition(": ") for why in r.failures.values())

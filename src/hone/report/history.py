@@ -101,8 +101,8 @@ class Round:
     def dropped(self) -> Counter[str]:
         """Counts of what was not trained, by reason: left out of the round, or of its job."""
         collected, submitted = self.collected, self.submitted
-        left_out = Counter((collected and collected.dropped) or {})
-        return left_out + Counter((submitted and submitted.dropped) or {})
+        left_out = Counter(collected.dropped if collected else {})
+        return left_out + Counter(submitted.dropped if submitted else {})
 
     @property
     def num_flat(self) -> int:
@@ -154,7 +154,7 @@ class Validation:
     @classmethod
     def of(cls, result: ValidationResult, failure_reward: float) -> Self:
         """`failure_reward`: reward of a policy failure under `lowest` and `drop`."""
-        failed, instead = result.policy_failures or {}, result.on_policy_failure
+        failed, instead = result.policy_failures, result.on_policy_failure
         reward = failure_reward if isinstance(instead, str) else instead
         rewards = {e: [r for r in all_ if r is not None] for e, all_ in result.rewards.items()}
         if isinstance(instead, str):
@@ -206,7 +206,7 @@ def _attempts(
     attempts: dict[tuple[str, int], float | None] = {}
     for example, rewards in result.rewards.items():
         lost, unanswered = (by.get(example, ()) for by in (result.lost, result.unanswered))
-        failed = (result.policy_failures or {}).get(example, 0)
+        failed = result.policy_failures.get(example, 0)
         for repetition, reward in enumerate(rewards):
             if reward is not None or repetition in lost:
                 attempts[example, repetition] = reward
@@ -432,8 +432,8 @@ class History:
 
     def _add_rollout(self, event: RolloutDone) -> None:
         self.rollouts += 1
-        self.calls += event.calls or 0
-        self.tokens += event.tokens or 0
+        self.calls += event.calls
+        self.tokens += event.tokens
         self._count_attempts(event)
         training, held_out = self.run.evaluators
         if event.split != "train" or training == held_out:

@@ -84,7 +84,7 @@ def _line(r: Round, run_id: str | None) -> dict[str, Any]:
     if r.of > 1:
         line["round"] = r.index
     line["zero_variance_groups"] = collected.zero_variance_groups
-    line["dropped"] = None if collected.dropped is None else dict(r.dropped)
+    line["dropped"] = dict(r.dropped)
     job = {
         key: getattr(r.job, key, None) for key in ("job", "step", "reason", "message", "seconds")
     }

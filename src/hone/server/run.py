@@ -117,7 +117,7 @@ def _is_orphan(owner: Path) -> bool:
     try:
         pid = int(owner.read_text(encoding="utf-8"))
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except (OSError, ValueError):  # it has no owner, or is older than this file
+    except (OSError, ValueError):  # nobody owns it
         return False
     except psutil.NoSuchProcess:
         return True
