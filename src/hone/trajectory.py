@@ -221,7 +221,6 @@ class JobRequest(Strict):
     """Keys of TrainConfig; missing keys come from the model's defaults, then from hone's."""
     idempotency_key: str | None = Field(default=None, min_length=1, max_length=200)
     """Requests with the same key and content give the same job."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
     plot_tensors: bool = False
     """Plot the trained tokens, beside the checkpoint."""
     advance_when_flat: bool = False

@@ -297,7 +297,6 @@ class JobInfo(Strict):
     """The step it published."""
     config: TrainConfig
     """The settings that are used."""
-    seed: int = 0
     plot_tensors: bool = False
     advance_when_flat: bool = False
     cancel_requested: bool = False

@@ -106,7 +106,10 @@ def test_why_a_recorded_call_is_not_trained():
 
 
 def test_a_target_model_is_the_one_that_was_requested():
-    calls = [recorded("a", requested_model="actor-name"), recorded("b", 1, requested_model="critic-name")]
+    calls = [
+        recorded("a", requested_model="actor-name"),
+        recorded("b", 1, requested_model="critic-name"),
+    ]
     result = from_recorded(calls, (), Targets(models=frozenset({"actor-name", "p/n"})))
     assert (ids(result), result.dropped) == (["a"], {"not_target_model": 1})
 

@@ -28,7 +28,7 @@ Started = tuple[LearnerProcess, WorkerInfo]
 
 
 def spec(directory: Path, **changes: Any) -> LearnerSpec:
-    return LearnerSpec(model_dir=directory, base_model="tiny", threads=1, seed=7, **changes)
+    return LearnerSpec(model_dir=directory, base_model="tiny", threads=1, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_process_gives_the_bits_of_this_one(
     worker, info = shared
     assert info.threads == 1 and info.deterministic and info.pid != os.getpid()
     decoder = Decoder.load(tiny_llama_dir)
-    here = Learner(decoder, Lora.init(decoder.config, seed=7), base_model="tiny")
+    here = Learner(decoder, Lora.init(decoder.config), base_model="tiny")
     assert info.sha256 == here.lora.sha256
     worker.save(tmp_path / "start")
     seen: list[dict[str, Any]] = []

@@ -92,14 +92,13 @@ async def test_register_prepare_and_step(backend: RemoteBackend, standin: StandI
 
 async def test_a_job_says_only_what_was_written(backend: RemoteBackend, standin: StandIn):
     config = TrainConfig(learning_rate=1e-4, loss="dapo")
-    task = await start(backend, standin, config=config, beta=0.1, learning_rate=2e-4, seed=3)
+    task = await start(backend, standin, config=config, beta=0.1, learning_rate=2e-4)
     standin.emit("done", step=5, metrics={"loss": 0.5}, reason=None)
     assert await task == TrainResult(
         step=5, metrics={"loss": 0.5}, job="job-0", counts={"by_tokens": 1}
     )
     sent = standin.job.request
     assert sent.model == "p/agent"
-    assert sent.seed == 3
     assert sent.config == {"learning_rate": 2e-4, "loss": "dapo", "beta": 0.1}
     assert [[t.reward for t in group] for group in sent.groups] == [[0, 1]]
 

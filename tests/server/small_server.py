@@ -92,7 +92,7 @@ class LearnerHere(LearnerProcess):
             if on_progress:
                 on_progress(asdict(at))
 
-        more = {key: more[key] for key in ("probe", "label_logprobs") if key in more}
+        more = {key: more[key] for key in ("label_logprobs",) if key in more}
         result = self.learner.train(
             unpacked, config, on_progress=report, should_stop=lambda: self.closed, **more
         )

@@ -59,7 +59,7 @@ def types(queue: JobStore, job: JobInfo) -> list[str]:
 
 def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, tmp_path: Path):
     config = TrainConfig(learning_rate=1 / 3, beta=0.1)
-    job = add(queue, agent, config=config, counts={"matched": 2}, seed=5, calls=["call-1"])
+    job = add(queue, agent, config=config, counts={"matched": 2}, calls=["call-1"])
     store = Store(tmp_path / "state.sqlite")  # as after a kill: the first one was never closed
     reopened = JobStore(store)
     assert reopened.get(job.id) == job

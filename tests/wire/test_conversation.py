@@ -163,7 +163,7 @@ def of_server(index: int, messages: list[Message], reply: Message) -> RecordedCa
         rollout="r",
         index=index,
         model="default/m",
-        asked="m",
+        requested_model="m",
         base_model="b",
         adapter_sha256=None,
         fingerprint="f",

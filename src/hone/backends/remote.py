@@ -113,7 +113,6 @@ class RemoteBackend(Server):
         config: TrainConfig | None = None,
         *,
         verbose: bool = False,
-        seed: int = 0,
         plot_tensors: bool = False,
         save_checkpoint: bool = True,
         advance_when_flat: bool = False,
@@ -128,8 +127,7 @@ class RemoteBackend(Server):
             config: settings of the job; missing keys come from the model's `defaults`, then
                 from hone's.
             verbose: show progress even if stderr is not a terminal.
-        seed: seed of the job's random choices.
-        plot_tensors: plot the trained tokens, beside the checkpoint.
+            plot_tensors: plot the trained tokens, beside the checkpoint.
             save_checkpoint: False leaves `checkpoint_path` out of the result. Every step is saved,
                 because a server serves saved steps; `delete_checkpoints` removes old ones.
             advance_when_flat: publish the next step, with the same adapter, even if there was
@@ -143,7 +141,6 @@ class RemoteBackend(Server):
             groups=_finished(trajectory_groups),
             config=chosen_keys(config, keys),
             idempotency_key=uuid.uuid4().hex,
-            seed=seed,
             plot_tensors=plot_tensors,
             advance_when_flat=advance_when_flat,
         )

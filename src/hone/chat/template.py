@@ -35,23 +35,6 @@ from hone.inference.base import FinishReason
 from hone.wire.conversation import common_prefix
 from hone.wire.openai_chat import tool_call
 
-UNPROVED = (
-    "Llama 3",
-    "Mistral",
-    "Gemma",
-    "Phi",
-    "SmolLM3",
-    "Qwen3.5 and later",
-    "DeepSeek",
-    "GLM",
-    "Kimi",
-    "MiniMax",
-    "Nemotron",
-    "gpt-oss",
-)
-"""Families whose rendering hone's tests do not compare with the model's own template."""
-
-
 Reasoning = Literal["none", "open", "optional", "channels"]
 """`none`: the template has no <think> tags, or the prompt has closed them. `open`: the prompt has
 opened them. `optional`: the model may open them. `channels`: it has channels instead of tags."""

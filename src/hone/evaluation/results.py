@@ -7,7 +7,7 @@ Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -73,14 +73,6 @@ class EvaluationRunOutput:
     evaluation_results: list[tuple[str, EvalOutput]]
     workflow_interrupted: bool = False
     """True if a rollout failed."""
-    usage_stats: dict[str, Any] = field(default_factory=dict)
-    """`total_runtime` in seconds, and `runtime`, `calls` and tokens of each item."""
-    profiler_results: None = None
-    workflow_output_file: Path | None = None
-    evaluator_output_files: list[Path] = field(default_factory=list)
-    config_original_file: Path | None = None
-    config_effective_file: Path | None = None
-    config_metadata_file: Path | None = None
 
 
 def extracted(result: RolloutResult, path: str) -> RolloutResult:
@@ -214,22 +206,6 @@ def output_by(
         output.policy_failures, output.failure_reward = failed, reward
         output.average_score = fmean([*values, *[reward] * failed])
     return output
-
-
-def usage(results: Sequence[ItemResult], seconds: float) -> dict[str, Any]:
-    def tokens(result: ItemResult, name: str) -> int:
-        return sum((call.usage or {}).get(name) or 0 for call in result.item.trajectory)
-
-    items = {
-        result.item.id: {
-            "runtime": result.item.seconds,
-            "calls": len(result.item.trajectory),
-            "prompt_tokens": tokens(result, "prompt_tokens"),
-            "completion_tokens": tokens(result, "completion_tokens"),
-        }
-        for result in results
-    }
-    return {"total_runtime": seconds, "items": items}
 
 
 @dataclass(frozen=True)

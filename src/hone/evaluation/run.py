@@ -43,7 +43,6 @@ from hone.evaluation.results import (
     extracted,
     output_by,
     summary_of,
-    usage,
     with_remote_steps,
 )
 from hone.progress import Progress
@@ -204,7 +203,6 @@ class Evaluation:
             on_result: called with each result as soon as there is one.
             rerun: items for which it returns False are only scored.
         """
-        began = time.monotonic()
         names = self._names(evaluators)
         wanted = list(enumerate(self.items if items is None else items))
         members: defaultdict[str, list[int]] = defaultdict(list)
@@ -240,7 +238,6 @@ class Evaluation:
                 (name, output_by(name, results, self._on_policy_failure)) for name in names
             ],
             workflow_interrupted=any(result.failure is not None for result in results),
-            usage_stats=usage(results, time.monotonic() - began),
         )
 
     def _names(self, evaluators: Collection[str] | None) -> list[str]:

@@ -285,7 +285,6 @@ class ARTTrainerAdapter(TrainerAdapter):
             groups=groups,
             config={**training.job_keys(job_index, planned), **place.get("training", {})},
             idempotency_key=place.get("key"),
-            seed=0 if self.run_config is None else self.run_config.seed,
             plot_tensors=training.plot_tensors,
         )
         job = await self.backend.submit(request)

@@ -150,7 +150,6 @@ def _answer(
         config,
         on_progress=report,
         should_stop=lambda: inbox.should_stop(job),
-        probe=request["probe"],
         label_logprobs=request["label_logprobs"],
     )
     log.info(
@@ -189,12 +188,9 @@ def _load(spec: LearnerSpec, *, gives_way: bool) -> tuple[Any, WorkerInfo]:
         torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory / total))
     dtype = getattr(torch, spec.dtype)
     body = load_body(spec.model_dir, device=spec.device, dtype=dtype, memory=spec.memory)
-    lora = Lora.init(
-        body.layout, rank=spec.rank, alpha=spec.alpha, seed=spec.seed, device=spec.device
-    )
+    # A random adapter; every job loads that of the step it starts from.
+    lora = Lora.init(body.layout, device=spec.device)
     learner = Learner(body, lora, base_model=spec.base_model)
-    if spec.adapter_dir is not None:
-        learner.load(spec.adapter_dir)
     return learner, WorkerInfo(
         pid=os.getpid(),
         torch=torch.__version__,

@@ -28,7 +28,7 @@ from hone import errors
 from hone.errors import LearnerDied, TrainingError
 from hone.logs import write_output
 from hone.models.cache import cache_home
-from hone.types import DEFAULT_ALPHA, DEFAULT_RANK, Alpha, Rank, Strict, TrainConfig
+from hone.types import Strict, TrainConfig
 
 STDERR_LINES = 40
 
@@ -38,16 +38,11 @@ by libraries before the child's own code ran."""
 
 
 class LearnerSpec(Strict):
-    """The model and adapter of a learner process, and the settings that determine exact results."""
+    """The model of a learner process, and the settings that determine exact results."""
 
     model_dir: Path
     base_model: str
     """Written into the adapter's configuration."""
-    adapter_dir: Path | None = None
-    """Checkpoint to continue from; None for a new random adapter."""
-    rank: Rank = DEFAULT_RANK
-    alpha: Alpha = DEFAULT_ALPHA
-    seed: int = 0
     threads: int = Field(gt=0)
     device: str = "cpu"
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -168,7 +163,6 @@ class LearnerProcess:
         base_step: int | None = None,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
         silence_s: float = 600.0,
-        probe: bool = True,
         label_logprobs: bool = False,
     ) -> dict[str, Any]:
         """Train on packed groups; returns a StepResult as a mapping.
@@ -180,7 +174,6 @@ class LearnerProcess:
             "config": config.model_dump(),
             "job_id": job_id,
             "base_step": base_step,
-            "probe": probe,
             "label_logprobs": label_logprobs,
         }
         return self._request("train", body, silence_s, on_progress, groups)

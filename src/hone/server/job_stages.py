@@ -236,7 +236,6 @@ class JobStages:
             weights_sha256=tokenizer.weights_sha256,
             fingerprint=tokenizer.fingerprint,
             config=job.config.model_dump(),
-            seed=job.seed,
             metrics=result["metrics"],
             reason=result["reason"],
             movement=result["movement"],

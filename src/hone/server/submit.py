@@ -73,7 +73,6 @@ async def submit(state: State, run: Run, request: JobRequest, sha256: str) -> Jo
         model=record,
         config=config,
         request_sha256=sha256,
-        seed=request.seed,
         plot_tensors=request.plot_tensors,
         advance_when_flat=request.advance_when_flat,
         idempotency_key=request.idempotency_key,
