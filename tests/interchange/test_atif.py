@@ -49,7 +49,7 @@ def recorded(**fields: Any) -> RecordedCall:
         "rollout": "r:0.0.0.0~1",
         "index": 0,
         "model": "suite/agent",
-        "asked": "agent",
+        "requested_model": "agent",
         "base_model": "tiny",
         "adapter_sha256": None,
         "fingerprint": "f",

@@ -245,6 +245,7 @@ def test_the_limit_of_recompilations_is_above_what_a_server_needs():
     assert 2 * len(lengths) * (2 * 5 + 1) == 396 <= flex.RECOMPILES
 
 
+@pytest.mark.e2e  # it compiles for seconds
 def test_reaching_the_limit_of_recompilations_is_an_error(monkeypatch):
     """torch would go on without a compiler, and FlexAttention then holds every pair of a row."""
     from torch._dynamo.exc import FailOnRecompileLimitHit

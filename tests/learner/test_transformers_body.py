@@ -554,6 +554,7 @@ def test_the_own_decoder_runs_on_cpus_and_where_flex_attention_cannot(
     assert runs_own_decoder(config, device) is own
 
 
+@pytest.mark.e2e  # it compiles for seconds
 def test_a_row_is_padded_like_a_longer_one():
     model = BY_NAME["Qwen2.5"].model()
     body = TransformersBody(model, raw=model.config.to_dict(), attention=FLEX)
@@ -621,6 +622,7 @@ def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup
     assert [parameter for parameter, _ in before] == list(model.parameters()), "the same objects"
 
 
+@pytest.mark.e2e  # it compiles for seconds
 def test_the_picture_has_the_rows_of_a_job_without_sharing(
     groups: list[TrajectoryGroup], tmp_path: Path
 ):
