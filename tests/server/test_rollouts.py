@@ -5,7 +5,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -748,11 +748,14 @@ def test_a_run_keeps_the_date_it_was_opened_on(
     engine = ScriptedEngine(["ok"], tokenizer=dated)
     server = make_server(engine=engine, allow_base_models=(model,))
     server.state.calls.open_run(RunSpec(id="run1"))
+    yesterday = datetime.now(UTC) - timedelta(days=1)  # an older run would be closed as idle
     with server.state.store.transaction() as db:
-        db.execute("UPDATE runs SET opened_at = ?", (86400 * 10,))
+        db.execute("UPDATE runs SET opened_at = ?", (yesterday.timestamp(),))
     server.state.calls = CallStore(server.state.store)
     inside = ask(server, "one", rollout="run1:a", model=model)
-    assert dated.decode(inside["prompt_token_ids"]).startswith("Today is 1970-01-11.")
+    assert dated.decode(inside["prompt_token_ids"]).startswith(
+        f"Today is {yesterday.date().isoformat()}."
+    )
     outside = ask(server, "one", model=model)
     today = datetime.now(UTC).date().isoformat()
     assert dated.decode(outside["prompt_token_ids"]).startswith(f"Today is {today}.")
