@@ -67,8 +67,9 @@ def test_requests_nobody_meant(target: Target):
 def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> None:
     from hypothesis.errors import Unsatisfiable
 
-    # A model that was renamed is gone; the one that jobs are sent for must stay.
-    name = "spare" if operation.label.endswith("/rename") else "agent"
+    # A model that was renamed or deleted is gone; the one that jobs are sent for must stay.
+    removes = operation.label.endswith("/rename") or operation.label.startswith("DELETE ")
+    name = "spare" if removes else "agent"
     known = {"project": "default", "name": name, "rollout_id": "r0", "step": 0}
 
     @examples(count)
