@@ -1,7 +1,11 @@
-"""Import the modules that register components: hone's own, and those of installed plugins.
+"""Load the components that a YAML file can name: hone's own, and those of installed plugins.
 
-In:   the entry points of group `hone.components`; those of NeMo Agent Toolkit, where it is installed
+In:   the entry points of group `hone.components`; the toolkit that hone's own components bring
 Out:  a filled registry
+
+hone's own entry point is `hone.composition`, which imports every module with a component. It is
+loaded first, so that no plugin takes a name of hone. Nothing here imports a component: the
+configuration knows no workflow, evaluator or trainer.
 
 A plugin that cannot be imported does not stop a run that does not need it. The error about an
 unknown `_type` repeats the reason, because that is when a user needs it. The toolkit is imported
@@ -9,58 +13,65 @@ only for a `_type` that hone does not have, because importing it takes seconds.
 """
 
 import logging
+from collections.abc import Iterable
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import ValidationInfo
 
+from hone.errors import ConfigError
+
 GROUP = "hone.components"
+PACKAGE = "hone-rl"
 TOOLKIT = "nvidia-nat-core"
 """The package of NeMo Agent Toolkit."""
-
-BUILT_IN = (
-    "hone.workflow.python",
-    "hone.workflow.command",
-    "hone.workflow.http",
-    "hone.workflow.langgraph",
-    "hone.workflow.adk",
-    "hone.workflow.llama_index",
-    "hone.workflow.llm",
-    "hone.evaluation.datasets",
-    "hone.evaluation.evaluators",
-    "hone.evaluation.judge",
-    "hone.evaluation.ruler",
-    "hone.finetune.builder",
-    "hone.finetune.adapter",
-    "hone.finetune.trainer",
-    "hone.sinks.wandb",
-    "hone.sinks.langfuse",
-    "hone.sinks.openpipe",
-    "hone.sinks.mlflow",
-    "hone.sinks.tensorboard",
-    "hone.sinks.trackio",
-    "hone.sinks.otel",
-    "hone.finetune.dataset_builder",
-    "hone.finetune.objectives",
-)
 
 logger = logging.getLogger(__name__)
 
 
+class Toolkit(Protocol):
+    """The bridge to NeMo Agent Toolkit, which is imported when one of these is called."""
+
+    def register(self) -> tuple[str, ...]:
+        """Register its components; one message for each plugin of it that failed."""
+        ...
+
+    def check_section(self, name: str, value: Any) -> None:
+        """Raise pydantic's ValidationError for a section that it does not accept."""
+        ...
+
+
+_toolkits: list[Toolkit] = []
+
+
+def register_toolkit(toolkit: Toolkit) -> None:
+    """Called once, by hone's own components."""
+    _toolkits[:] = [toolkit]
+
+
 @cache
 def discover() -> tuple[str, ...]:
-    """Import them all, once; returns one message for each plugin that failed."""
-    for module in BUILT_IN:
-        import_module(module)
-    return load_group(GROUP)
+    """Load them all, once; returns one message for each plugin that failed."""
+    entries = entry_points(group=GROUP)
+    own = [entry for entry in entries if entry.dist is not None and entry.dist.name == PACKAGE]
+    if not own:
+        raise ConfigError(
+            f"the package {PACKAGE} is not installed, only its files are on the path, so that none of "
+            "its components can be found: install it with pip"
+        )
+    own[0].load()
+    return _load_all(entry for entry in entries if entry not in own)
 
 
 def load_group(group: str) -> tuple[str, ...]:
     """Import the modules of a group of entry points; returns one message for each that failed."""
+    return _load_all(entry_points(group=group))
+
+
+def _load_all(entries: Iterable[EntryPoint]) -> tuple[str, ...]:
     failed = []
-    for entry in sorted(entry_points(group=group), key=lambda e: e.name):
+    for entry in sorted(entries, key=lambda e: e.name):
         reason = _load(entry)
         if reason is not None:
             failed.append(reason)
@@ -86,7 +97,7 @@ def load_toolkit() -> tuple[str, ...] | None:
     discover()  # first, so that hone and its plugins get their names
     if not is_toolkit_installed():
         return None
-    return import_module("hone.nat.components").register()
+    return _toolkits[0].register()
 
 
 def check_toolkit_section(value: Any, info: ValidationInfo) -> Any:
@@ -98,7 +109,7 @@ def check_toolkit_section(value: Any, info: ValidationInfo) -> Any:
             "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
             "'hone-rl[nat]', or remove it and do the same in the code of your function"
         )
-    import_module("hone.nat.document").check_section(info.field_name, value)
+    _toolkits[0].check_section(str(info.field_name), value)
     return value
 
 
