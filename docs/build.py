@@ -321,16 +321,19 @@ def source_tree() -> str:
     order = [SOURCE, *(SOURCE / name for name in FOLDERS if SOURCE / name in folders)]
     if unknown := folders - set(order):
         sys.exit(f"docs/build.py: FOLDERS lacks {sorted(map(str, unknown))}; add them in order")
-    lines: list[str] = []
+    rows: list[tuple[str, str]] = []
     for folder in order:
-        depth = "" if folder is SOURCE else "  "
-        name = "src/hone/" if folder is SOURCE else f"{folder.name}/"
-        lines.append(f"{depth}{name + '  ':<25}{_first_line(folder / '__init__.py')}")
+        indent = "  " * len(folder.relative_to(SOURCE).parts)
+        name = "src/hone" if folder is SOURCE else folder.name
+        rows.append((f"{indent}{name}/", _first_line(folder / "__init__.py")))
         modules = sorted(folder.glob("*.py"), key=lambda path: (path.name != "base.py", path.name))
-        for path in modules:
-            if path.name != "__init__.py":
-                lines.append(f"{depth}  {path.name + '  ':<23}{_first_line(path)}")
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        rows += [
+            (f"{indent}  {path.name}", _first_line(path))
+            for path in modules
+            if path.name != "__init__.py"
+        ]
+    width = max(len(name) for name, _ in rows) + 2
+    return "".join(f"{name:<{width}}{text}".rstrip() + "\n" for name, text in rows)
 
 
 def _first_line(path: Path) -> str:
