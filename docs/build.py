@@ -85,8 +85,8 @@ CONFIG_INTRO = (
 )
 LEARNING_RATE_INTRO = (
     "The first of these that is set is used. ART's HTTP client always sends a rate, by default its own "
-    "5e-6, and the server cannot know whether its user wrote it: what was sent is used. NeMo Agent "
-    "Toolkit's ART plugin always sends 5e-5, whatever its user wrote; the server recognizes its requests "
+    "5e-6. The server cannot know whether the user set it, so it uses the rate that was sent. NeMo Agent "
+    "Toolkit's ART plugin always sends 5e-5, whatever its user set; the server recognizes its requests "
     "and uses the user's value, which is in `trainer_args`."
 )
 CLI_INTRO = "This page lists every command of hone, with its arguments and options."
@@ -204,14 +204,14 @@ RUN_FILES = {
     "`config_effective.yml`": "the configuration with overrides applied, without secrets",
     "`events.jsonl`": "what happened, in order: see below",
     "`trajectories/`": "every rollout: see below",
-    "`unscored/`": "rollouts that are compared with others of their group; removed when all of a round have a reward",
+    "`unscored/`": "rollouts whose reward depends on the others of their group; removed when all of the round have a reward",
     "`submissions/NNN_RRR.json`": "what was submitted for training in round RRR of epoch NNN",
     "`training_metrics.jsonl`": "one line per round: rewards, curriculum, job, learner metrics",
     "`reward_history.json`": "one entry per epoch: mean, lowest and highest reward",
     "`validation_history.json`": "one entry per validation",
     "`curriculum_state.json`": "state of the curriculum, if there is one",
     "`reward_plot.png`": "training and held-out reward over epochs",
-    "`loggers/`": "of each [logger](../guides/loggers.md): how much of the run was sent, and its log",
+    "`loggers/`": "for each [logger](../guides/loggers.md): how much of the run was sent, and its log",
     "`report.html`, `report.md`, `report.json`": "the verdict, for people and for programs; written after every epoch, and again by `hone report DIR`",
 }
 
@@ -223,7 +223,7 @@ def run_directory_reference() -> str:
     lines += [f"| {name} | {content} |" for name, content in RUN_FILES.items()]
     lines += ["", "## events.jsonl", "", "One JSON object per line, in the order in which things "]
     lines[-1] += (
-        "happened; a line is never changed. Every event has `at`, the time in seconds since 1970, and "
+        "happened. A line is never changed. Every event has `at`, the time in seconds since 1970, and "
         "`type`. Fields with a default may be missing. Plugins may "
         "append events of their own types, and readers ignore fields they do not know. A resumed run "
         "may log an epoch twice; the later event counts."
@@ -321,16 +321,19 @@ def source_tree() -> str:
     order = [SOURCE, *(SOURCE / name for name in FOLDERS if SOURCE / name in folders)]
     if unknown := folders - set(order):
         sys.exit(f"docs/build.py: FOLDERS lacks {sorted(map(str, unknown))}; add them in order")
-    lines: list[str] = []
+    rows: list[tuple[str, str]] = []
     for folder in order:
-        depth = "" if folder is SOURCE else "  "
-        name = "src/hone/" if folder is SOURCE else f"{folder.name}/"
-        lines.append(f"{depth}{name + '  ':<25}{_first_line(folder / '__init__.py')}")
+        indent = "  " * len(folder.relative_to(SOURCE).parts)
+        name = "src/hone" if folder is SOURCE else folder.name
+        rows.append((f"{indent}{name}/", _first_line(folder / "__init__.py")))
         modules = sorted(folder.glob("*.py"), key=lambda path: (path.name != "base.py", path.name))
-        for path in modules:
-            if path.name != "__init__.py":
-                lines.append(f"{depth}  {path.name + '  ':<23}{_first_line(path)}")
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        rows += [
+            (f"{indent}  {path.name}", _first_line(path))
+            for path in modules
+            if path.name != "__init__.py"
+        ]
+    width = max(len(name) for name, _ in rows) + 2
+    return "".join(f"{name:<{width}}{text}".rstrip() + "\n" for name, text in rows)
 
 
 def _first_line(path: Path) -> str:

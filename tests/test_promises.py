@@ -120,9 +120,9 @@ def missing(reference: str) -> str | None:
     return None
 
 
-def test_there_are_eight_promises_and_twenty_pains():
+def test_there_are_eight_promises_and_twenty_problems():
     wanted = [("Eight promises", n) for n in range(1, 9)]
-    wanted += [("Twenty pains", n) for n in range(1, 21)]
+    wanted += [("Twenty problems", n) for n in range(1, 21)]
     assert list(entries(PAGE)) == wanted
 
 
@@ -135,7 +135,7 @@ def test_it_is_held_by_tests_that_exist(entry: tuple[str, int]):
     assert not wrong
     beside = {test: command or USUAL for test, command in LINE.findall(body)}
     assert beside == {test: verb(test) for test in named}, "name the command after the test"
-    assert named or (entry[0] == "Twenty pains" and REASON.search(body)), "no test and no reason"
+    assert named or (entry[0] == "Twenty problems" and REASON.search(body)), "no test and no reason"
 
 
 def test_what_is_wrong_with_a_name_is_found():
