@@ -18,7 +18,7 @@ from hone.capture.base import SeenCall, Step
 from hone.config.policy import PolicyCalls
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.steps import calls_of, events_of, ours, steps_of
-from hone.rollout_record import EVALUATOR, kinds_at_close
+from hone.rollout_record import kinds_at_close
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure, answered_by_policy
 from hone.workflow.jsonable import as_text
@@ -162,8 +162,8 @@ def _plain(value: Any) -> Any:
 
 def score_failure_kind(score: Score, *, answered: bool) -> Literal["policy", "infrastructure"]:
     """The kind of a failure to score, before the round closes (`kinds_at_close`)."""
-    if score.reason != EVALUATOR:
-        return "policy"  # the evaluator says so
+    if score.blames_policy:
+        return "policy"
     return "policy" if answered and not score.is_outside else "infrastructure"
 
 
