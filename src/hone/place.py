@@ -23,6 +23,7 @@ _FILE_LINE = re.compile(r'^\s*File "(.+?)", line (\d+)', re.MULTILINE)
 _AT = re.compile(r"^\s*at (?:.* \()?(?:file://)?([^\s()]+):(\d+):\d+\)?\s*$", re.MULTILINE)
 """A line of a JavaScript stack; the innermost one is the first."""
 _WAITS_AT = re.compile(r"^  (.+):(\d+) in ", re.MULTILINE)
+_LINE = re.compile(r"(^<\w+>|\.[A-Za-z]\w*):\d+")
 MAX_PLACE = 200
 """Length of the last line of an output that names no file."""
 
@@ -53,6 +54,11 @@ def place_in(output: str) -> str:
     lines = output.split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return last[:MAX_PLACE]
+
+
+def is_line(place: str) -> bool:
+    """Whether a place is a line of code, not the last line of an output or of a response."""
+    return _LINE.search(place) is not None
 
 
 def place_waited_at(lines: str) -> str:

@@ -431,15 +431,22 @@ class CallSummary(Strict):
     @classmethod
     def of(cls, one: RecordedCall) -> Self:
         """The summary of a recorded call."""
-        sampled = one.call.completion_ids
+        fields = one.model_dump(
+            include={"id", "index", "choice", "model", "requested_model", "base_model"}
+            | {"finish", "abandoned"}
+        )
+        fields |= one.call.model_dump(include={"function", "temperature", "step"})
+        return cls.with_tokens(fields, one.call.completion_ids, one.call.logprobs)
+
+    @classmethod
+    def with_tokens(
+        cls, fields: dict[str, Any], sampled: list[int], logprobs: list[float] | None
+    ) -> Self:
+        """The summary with these fields, and counts of the sampled ids and their log-probabilities."""
         return cls(
-            **one.model_dump(
-                include={"id", "index", "choice", "model", "requested_model", "base_model"}
-                | {"finish", "abandoned"}
-            ),
-            **one.call.model_dump(include={"function", "temperature", "step"}),
+            **fields,
             num_tokens=len(sampled),
-            logprob=None if one.call.logprobs is None else sum(one.call.logprobs),
+            logprob=None if logprobs is None else sum(logprobs),
             tokens_sha256=hashlib.sha256(repr(sampled).encode()).hexdigest(),
         )
 

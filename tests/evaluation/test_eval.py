@@ -234,6 +234,22 @@ async def test_failures_of_the_model_count_in_the_average_and_the_command_succee
     assert bench.written("workflow_output.json")[1]["failure"]["kind"] == "policy"
 
 
+async def test_many_failures_at_one_line_are_named_with_it(
+    endpoint: tuple[Endpoint, str], bench: Workbench
+):
+    """They may be a bug of the agent or the evaluator, not failures of the model."""
+    says(endpoint, "odd", "a1", "odd")
+    summary = await bench.evaluate()
+    line = next(n for n, text in enumerate(AGENT.splitlines(), 1) if "cannot judge" in text)
+    assert summary.note.endswith(
+        f"2 of them failed with ValueError at {bench.path / 'evaluated_agent.py'}:{line}: if that line "
+        "has a bug, they say nothing about the model."
+    )
+    # One of three is not most of them.
+    says(endpoint, "odd", "a1", "a2")
+    assert "if that line has a bug" not in (await bench.evaluate()).note
+
+
 async def test_an_evaluation_that_cannot_begin_leaves_the_files_of_the_last_one(
     endpoint: tuple[Endpoint, str], bench: Workbench
 ):

@@ -150,6 +150,9 @@ def questions(calls):
 def fails(item):
     raise KeyError("answer")
 
+def no_number(item):
+    raise hone.errors.PolicyFailure("no number in it", reason="unparseable")
+
 def same(item):
     return 0.5
 

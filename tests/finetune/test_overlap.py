@@ -66,7 +66,7 @@ def test_no_more_than_three_ids_are_named():
 
 
 def test_shared_examples_are_named_at_the_start_and_in_the_headline(
-    command: Command, caplog: pytest.LogCaptureFixture
+    command: Command, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     # The training examples ask a and b.
     rows = [
@@ -75,6 +75,11 @@ def test_shared_examples_are_named_at_the_start_and_in_the_headline(
         {"id": "z", "question": "z"},
     ]
     (command.directory / "val.json").write_text(json.dumps(rows))
+    assert command(validation_dataset=Path("val.json"), dry_run=True) == 0
+    planned = capsys.readouterr().out
+    assert (
+        "\nwarning       of 3 held-out examples, some are training examples too: 1 has" in planned
+    )
     assert command(validation_dataset=Path("val.json")) == 0
     assert "1 has the input of one ('x'); 1 has the id of one with another input ('b')" in (
         caplog.text

@@ -672,6 +672,45 @@ async def test_three_crashes_in_a_small_round_may_be_chance(bench: Bench):
         assert status.status is COMPLETED and run.sent(0) == [[0.0] * 3]
 
 
+async def test_small_rounds_that_crash_at_one_line_stop_the_epoch(bench: Bench):
+    """Rounds of two rollouts: after the second, all four rollouts of the epoch crashed."""
+    async with trained(bench, lambda question: "hm") as run:
+        known = {"right": 1}
+
+        async def crashes(text: str) -> str:
+            known[text]
+            return VALUES["wrong"]
+
+        run.agent, bench.keys["groups_per_step"] = crashes, 1
+        run.train(6)
+        [status] = await bench.run(1)
+        assert status.status is FAILED and run.sent(0) == [[0.0, 0.0]]
+        assert "epoch 1: 4 of 4 rollouts failed with the same exception at the same line" in str(
+            status.message
+        )
+        # The second round is run again. In the first one, which was trained, they stay as they are.
+        known["hm"] = 1
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED and len(bench.adapter.jobs) == 6
+        assert sorted(run.ran.values()) == [2, 2, 2, 2, 2, 4]
+        assert [r.failure_kind for r in run.records()] == ["policy", "policy"]
+
+
+async def test_crashes_in_half_of_the_rollouts_of_small_rounds_do_not_stop_the_epoch(bench: Bench):
+    asked = Counter[str]()
+
+    def answer(question: str) -> str:
+        asked[question] += 1
+        return "hm" if asked[question] == 1 else "right"
+
+    async with trained(bench, answer) as run:
+        run.agent, bench.keys["groups_per_step"] = strict, 1
+        run.train(6)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED  # 6 of 12
+        assert [run.sent(n) for n in range(6)] == [[[0.0, 1.0]]] * 6
+
+
 async def test_a_validation_that_crashes_at_one_line_counts_and_warns(bench: Bench):
     """A trained policy that breaks its agent is a result; the run goes on."""
 

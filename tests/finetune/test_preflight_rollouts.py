@@ -294,6 +294,20 @@ async def test_an_evaluator_that_fails(rehearsal: Rehearsal):
     assert "evaluator 'reward' on example 'e0' gives no score: KeyError: 'answer'" in check.message
 
 
+async def test_an_evaluator_that_blames_the_model_stops_the_run_where_failures_are_dropped(
+    rehearsal: Rehearsal,
+):
+    blames = {"evaluators": {"reward": {"target": "agent.py:no_number"}}}
+    checks = await rehearsal.checked(eval=blames)
+    assert failures(checks) == []
+    check = one(checks, "score")
+    assert check.warning
+    assert "the model failed (unparseable): PolicyFailure: no number in it" in check.message
+    check = await rehearsal.failed(eval=blames, finetuning={"on_policy_failure": "drop"})
+    assert check.name == "score" and "nothing would be trained" in check.message
+    assert "finetuning.on_policy_failure: lowest" in check.message
+
+
 async def test_an_evaluator_that_fails_on_one_of_two_outputs_is_a_warning(rehearsal: Rehearsal):
     outputs: list[object] = []
 

@@ -71,6 +71,48 @@ def test_nearly_everything_is_enough():
     assert not answers(MANY, rollouts(["no"] * 10 + ["yes"] * 2, rewards)).collapsed
 
 
+COFFEE = ["tea", "coffee"] * 6
+"""Two answers to four examples each of tea, coffee and juice."""
+
+
+def test_two_answers_where_there_were_many():
+    # The four juices, the last ones, are called tea or coffee: 4 of 12 are wrong.
+    result = answers(MANY, rollouts(COFFEE, [1.0] * 8 + [0.0] * 4))
+    assert not result.collapsed and result.after == 2
+    assert result.warning == (
+        "The trained model gives every example one of two answers, 'tea' or 'coffee' (11 different "
+        "ones before), and 4 of these have a low reward. If other answers are right there, it no "
+        "longer gives them: check that the training examples have every answer, and about equally "
+        "often."
+    )
+    # 11 of 12 are 92%.
+    nearly = answers(MANY, rollouts([*COFFEE[:11], "juice"], [1.0] * 8 + [0.0] * 3 + [1.0]))
+    assert "gives 11 of 12 examples one of two answers" in (nearly.warning or "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(MANY, rollouts(COFFEE, [1.0] * 10 + [0.0] * 2), id="nearly always right"),
+        pytest.param(
+            rollouts(["tea", "coffee", "juice"] * 4, [0.0] * 12),
+            rollouts(COFFEE, [1.0] * 8 + [0.0] * 4),
+            id="it gave few answers before, too",
+        ),
+        pytest.param(
+            MANY, rollouts(["won", "lost"] * 6, [1.0, 0.0] * 6), id="the answer says the reward"
+        ),
+        pytest.param(
+            MANY,
+            rollouts([*COFFEE[:10], "juice", "juice"], [1.0] * 8 + [0.0] * 2 + [1.0] * 2),
+            id="a third answer to 2 of 12",
+        ),
+    ],
+)
+def test_two_answers_may_be_as_they_should_be(before: dict, after: dict):
+    assert answers(before, after).warning is None
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -209,3 +209,30 @@ def test_sparks_stand_on_zero():
     assert sparks([-1.0, 0.0, 1.0]) == BLOCKS[0] + BLOCKS[3] + BLOCKS[7]
     assert sparks([None]) == " "
     assert sparks([0.0, 1.0], "ascii") == "_@"
+
+
+def test_the_comparison_at_the_end_shows_both_policies():
+    state = State()
+    state.add(parse(started(100.0)))
+    event = {"at": 101.0, "type": "validation_started", "epoch": 5, "rollouts": 8, "resumed": 0}
+    state.add(parse(event | {"final": True}))
+
+    def answer(epoch: int, example: str, reward: float | None, at: float, **more: object) -> None:
+        event = rollout(epoch, example, 0, reward, at=at, tokens=0, split="final", **more)
+        state.add(parse(event | {"round": 5}))
+
+    answer(5, "a", 1.0, 102.0)
+    assert state.progress(102.0) == "1 of 8, reward so far 1.00 after 5 epochs"
+    answer(0, "a", 0.0, 103.0)
+    answer(0, "b", 0.5, 104.0)
+    # The evaluator scored others, so this failure is the model's: (1 + 0) / 2 after 5 epochs.
+    failed = {"failure_kind": "policy", "failure_reason": "evaluator"}
+    answer(5, "b", None, 105.0, **failed)
+    both = "reward so far 0.25 after 0 epochs and 0.50 after 5 epochs"
+    assert state.progress(105.0) == f"4 of 8, {both}, 1 failed"
+    assert state.where == "the first and the best step side by side"
+    # The next validation is of one policy.
+    state.add(parse(event | {"at": 110.0, "final": False, "epoch": 6}))
+    state.add(parse(rollout(6, "a", 0, 0.5, at=111.0, tokens=0, split="val")))
+    assert state.progress(111.0) == "1 of 8, reward so far 0.50"
+    assert state.where == "after 6 epochs"

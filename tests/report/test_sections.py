@@ -264,3 +264,43 @@ def test_the_same_warning_of_several_epochs_stands_once(tmp_path: Path):
         "the curriculum left no group to train on\n\n"
         "slow (10 times)"
     )
+
+
+def test_the_failures_that_ended_a_run_are_counted(tmp_path: Path):
+    """The round was not collected: no other table has its rollouts."""
+
+    def crashed(generation: int, example: str = "a") -> dict:
+        why = {"failure_kind": "policy", "failure_reason": "agent_error"}
+        return rollout(0, example, generation, None, at=3.0 + generation, **why)
+
+    outside = {"failure_kind": "infrastructure", "failure_reason": "connection"}
+    events = (
+        started(1.0),
+        started_epoch(2.0),
+        *(crashed(generation) for generation in range(5)),
+        rollout(0, "b", 0, 1.0, at=9.0),
+        rollout(0, "b", 1, None, at=9.5, **outside),
+        done(10.0, 0) | {"status": "failed"},
+    )
+    title = "Failures in the round that ended the run"
+    log(tmp_path, *events, finished("failed", at=11.0))
+    text = section_text(tmp_path, title)
+    assert text is not None and text.startswith("Round 1 of 1 of epoch 1 was not trained on.")
+    # 5 of 7 are 71.4%, 1 of 7 is 14.3%.
+    assert "| agent_error (the agent raised an exception) | 5 of 7 | 71.4% |" in text
+    assert "connection, or the connection" not in text and "| 1 of 7 | 14.3% |" in text
+    # The next start fails before it runs it again, or runs it again and collects it.
+    failed = finished("failed", at=11.0)
+    log(tmp_path, *events, failed, started(20.0), finished("failed", at=21.0))
+    assert section_text(tmp_path, title) is None
+    rerun = [
+        started(20.0),
+        started_epoch(21.0),
+        *(rollout(0, "a", g, 1.0, at=22.0) for g in range(5)),
+    ]
+    ended = collected(0, 1.0, at=23.0), done(24.0, 0), finished(at=25.0)
+    log(tmp_path, *events, failed, *rerun, *ended)
+    assert section_text(tmp_path, title) is None
+    # A run that still works has not failed.
+    log(tmp_path, *events[:-1])
+    assert section_text(tmp_path, title) is None

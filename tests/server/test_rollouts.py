@@ -305,6 +305,21 @@ def test_the_summary_of_a_long_rollout_is_small(
     assert http.get(f"{server.control_url}/v1/rollouts/none/summary").json()["calls"] == []
 
 
+def test_a_summary_reads_no_prompts(make_server: MakeServer, http: httpx.Client) -> None:
+    """Prompts are most of the database: a summary does not even notice that they are damaged."""
+    server, calls = make_server([]), long_rollout(3)
+    before = None
+    for call in calls:
+        server.state.calls.add([call], parent=before)
+        before = call
+    with server.state.store.transaction() as db:
+        db.execute("UPDATE calls SET ids = 'no ids' WHERE rollout = 'long'")
+    assert http.get(f"{server.control_url}/v1/rollouts/long").status_code == 500
+    brief = http.get(f"{server.control_url}/v1/rollouts/long/summary").json()
+    summaries = [CallSummary.model_validate(one) for one in brief["calls"]]
+    assert summaries == [CallSummary.of(call) for call in calls]
+
+
 def test_a_call_as_it_is_recorded(
     make_server: MakeServer, ask: Ask, tokenizer: Any, tiny_model: Path, http: httpx.Client
 ) -> None:

@@ -126,6 +126,11 @@ class Score:
     """Reason under which the failure is counted; another one if the evaluator raised PolicyFailure,
     which says that the model failed."""
 
+    @property
+    def blames_policy(self) -> bool:
+        """Whether the evaluator said that the model failed."""
+        return self.failure is not None and self.reason != EVALUATOR
+
 
 @runtime_checkable
 class Evaluator(Protocol):

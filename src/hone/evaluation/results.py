@@ -6,6 +6,7 @@ Out:  ItemResult, EvaluationRunOutput, EvalSummary; the output that `result_json
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from pydantic import BaseModel
 
 from hone.capture.base import SeenCall, Step
 from hone.config.policy import PolicyCalls
+from hone.errors import PolicyFailure
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.steps import calls_of, events_of, ours, steps_of
-from hone.rollout_record import EVALUATOR, kinds_at_close
+from hone.place import is_line
+from hone.rollout_record import kinds_at_close
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure, answered_by_policy
 from hone.workflow.jsonable import as_text
@@ -162,8 +165,8 @@ def _plain(value: Any) -> Any:
 
 def score_failure_kind(score: Score, *, answered: bool) -> Literal["policy", "infrastructure"]:
     """The kind of a failure to score, before the round closes (`kinds_at_close`)."""
-    if score.reason != EVALUATOR:
-        return "policy"  # the evaluator says so
+    if score.blames_policy:
+        return "policy"
     return "policy" if answered and not score.is_outside else "infrastructure"
 
 
@@ -283,6 +286,7 @@ def summary_of(
                 f"evaluator {name!r}: {output.policy_failures} of {total} items failed because of "
                 f"the model; each counts as {output.failure_reward:g} in the average. The first: "
                 f"{_first(by_policy[0])}. {file} has them all under `error`."
+                f"{_at_one_line(by_policy, total)}"
             )
     return EvalSummary(
         status="INTERRUPTED" if interrupted else "COMPLETED",
@@ -293,6 +297,25 @@ def summary_of(
         workflow_output_file=output_file,
         message="\n".join(lines),
         note="\n".join(notes),
+    )
+
+
+def _at_one_line(failures: Sequence[Failure | None], total: int) -> str:
+    """The line at which more than half of the items failed with one exception; empty if none is.
+
+    PolicyFailure is no bug: the agent or the evaluator says that the model failed.
+    """
+    places = Counter(
+        (one.type, one.place)
+        for one in failures
+        if one is not None and is_line(one.place) and one.type != PolicyFailure.__name__
+    )
+    (type, place), n = max(places.items(), key=lambda known: known[1], default=(("", ""), 0))
+    if n < 2 or 2 * n <= total:
+        return ""
+    return (
+        f" {n} of them failed with {type} at {place}: if that line has a bug, they say nothing about "
+        "the model."
     )
 
 

@@ -34,8 +34,9 @@ T = TypeVar("T")
 POLICY_FAILURES_WARNED = 0.05
 """Share of policy failures above which there is a warning."""
 FAILURES_AT_ONE_LINE = 4
-"""Fewest rollouts of a round that must fail at one line: two or three may be chance, since a policy
-that fails in 40% of its rollouts fails in both of two in one round of six."""
+"""Fewest rollouts that must fail at one line: two or three may be chance, since a policy that fails in
+40% of its rollouts fails in both of two in one round of six. A round with fewer rollouts is judged
+together with those of its epoch before it."""
 CRASHES = frozenset({"agent_error", "exit_status", EVALUATOR})
 """Reasons of failures by any exception of the agent or of the evaluator. Other reasons say what was
 wrong with an answer, such as that it could not be parsed or was too long."""
@@ -412,7 +413,7 @@ def crash_error(records: Sequence[RolloutRecord], *, where: str) -> str | None:
     return crash and (
         f"{crash}\n"
         "That is a bug there, not a mistake that training can correct. Fix it and run the same command "
-        "again: these rollouts are run again, the others are kept. If the code had to change, add "
+        "again: those of this round are run again, the others are kept. If the code had to change, add "
         "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
         "rollouts are trained on."
     )

@@ -5,7 +5,7 @@ Out:  a Plan: rollouts, jobs and optimizer steps; lines to print
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hone.config.build import DEFAULT_CONCURRENCY, build
 from hone.config.schema import Document, FinetuneRunConfig
 from hone.errors import HoneError
+from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import dataset_items
 from hone.event_log import FILE
 from hone.event_log import read as read_events
@@ -20,6 +21,7 @@ from hone.finetune.adapter_config import art_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
+from hone.finetune.overlap import overlap
 from hone.finetune.resume import RunState, rounds_of
 from hone.report.text import counted, duration
 from hone.train_config import TrainConfig
@@ -163,10 +165,10 @@ async def dry_run(
 
     `validation` is the document of --validation_config_file.
     """
-    examples = await _count(document, options.dataset)
-    held_out = 0
+    training, validated = await _items(document, options.dataset), list[EvalInputItem]()
     if validation is not None or options.validation_dataset is not None:
-        held_out = await _count(validation or document, options.validation_dataset)
+        validated = await _items(validation or document, options.validation_dataset)
+    examples, held_out = len(training), len(validated)
     planned = plan(document, examples)
     config, refusal = document.finetuning, None
     each, rollouts = "conversations of the dataset", ""
@@ -197,6 +199,8 @@ async def dry_run(
     lines.append(f"output        {config.output_dir}")
     if planned.is_too_small:
         lines.append(f"warning       {planned}")
+    if (warning := overlap(training, validated).warning) is not None:
+        lines.append(f"warning       {warning}")
     return lines, refusal
 
 
@@ -264,6 +268,6 @@ def _left(
     yield line
 
 
-async def _count(document: Document, dataset: Path | None) -> int:
+async def _items(document: Document, dataset: Path | None) -> Sequence[EvalInputItem]:
     async with build(document) as builder:
-        return len(await dataset_items(builder, dataset))
+        return await dataset_items(builder, dataset)

@@ -66,6 +66,14 @@ NOTHING = {
 """Why nothing of a rollout could be trained, and what to do."""
 
 
+ALL_DROPPED = (
+    ", and finetuning.on_policy_failure: drop leaves such rollouts out, so nothing would be trained. Fix "
+    "the {part} if the failure is its own, or set finetuning.on_policy_failure: lowest, which trains them "
+    "with the lowest reward, or {{reward: x}}"
+)
+"""What both rollouts of preflight mean that failed because of the model, under `drop`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check."""
@@ -275,7 +283,8 @@ class _Trials:
             self._repeated.append(failure)
             result = await self._attempt()
         for _ in range(retries):  # of the evaluator alone: the workflow has run
-            if all(score.failure is None for score in result.scores.values()):
+            scores = result.scores.values()
+            if all(score.failure is None or score.blames_policy for score in scores):
                 break
             scored = await evaluation.score_item(result.item)
             result = ItemResult(result.item, result.rollout, scored.scores)
@@ -312,15 +321,9 @@ class _Trials:
             f"{'both' if both else 'one of two'} rollouts of {self._example} failed because of the "
             f"model ({failed[0].reason})"
         )
-        if both and self._config.on_policy_failure == "drop":
-            message += (
-                ", and finetuning.on_policy_failure: drop leaves such rollouts out, so nothing would "
-                "be trained. Fix the agent if the failure is its own, or set "
-                "finetuning.on_policy_failure: lowest, which trains them with the lowest reward, or "
-                "{reward: x}"
-            )
-        message = f"{message}: {_described(failed[0].failure)}{repeated}"
         dropped = both and self._config.on_policy_failure == "drop"
+        message += ALL_DROPPED.format(part="agent") if dropped else ""
+        message = f"{message}: {_described(failed[0].failure)}{repeated}"
         return Check("workflow", not dropped, message, warning=not dropped)
 
     def _calls(self, both: Sequence[TrainedCalls]) -> Check:
@@ -413,6 +416,12 @@ class _Trials:
         where = f"evaluator {reward!r} on {self._example}"
         scores = [run.scores[reward] for run in results if reward in run.scores]
         failed = [score.failure for score in scores if score.failure is not None]
+        if scores and all(score.blames_policy for score in scores):
+            dropped = self._config.on_policy_failure == "drop"
+            message = f"{where} says that the model failed ({scores[0].reason})"
+            message += ALL_DROPPED.format(part="evaluator") if dropped else ""
+            message = f"{message}: {_described(failed[0])}"
+            return Check("score", not dropped, message, warning=not dropped)
         if scores and len(failed) == len(scores):
             return Check("score", False, f"{where} gives no score: {_described(failed[0])}")
         values = ", ".join(f"{s.value:g}" for s in scores if s.value is not None)

@@ -38,6 +38,7 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.curriculum import (
+    FAILURES_AT_ONE_LINE,
     crash_error,
     crashed_at_one_line,
     infrastructure_error,
@@ -263,9 +264,14 @@ class ARTTrainer(Trainer):
         allowed = self._config.max_infrastructure_failures
         if error := infrastructure_error(records, where=where, allowed=allowed):
             raise RolloutError(error)
-        if error := crash_error(records, where=where):
-            for record in crashed_at_one_line(records):  # the next start runs them again
-                self.journal.add(not_by_policy(record))
+        judged = records
+        if len(records) < FAILURES_AT_ONE_LINE:
+            # Too few to tell a bug from chance: with the rounds of this epoch before it.
+            judged = [r for n in range(round + 1) for r in self.journal.records("train", epoch, n)]
+        if error := crash_error(judged, where=where):
+            for record in crashed_at_one_line(judged):
+                if record.round == round:  # the next start runs them again
+                    self.journal.add(not_by_policy(record))
             raise RolloutError(error)
         dropped = self._config.on_policy_failure == "drop"
         if warning := policy_warning(records, where=where, dropped=dropped):

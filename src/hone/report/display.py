@@ -49,6 +49,8 @@ class State:
         self.now = self.started_at = 0.0
         self.epoch = self.done = self.round = 0
         self.rounds = 1
+        self.is_final = False
+        """Whether two policies answer side by side, at the end of the run."""
         self._paced_from: tuple[float, int] | None = None
         """When this session started working, and the number of epochs done by then."""
         self._done_at = 0.0
@@ -70,6 +72,7 @@ class State:
                 self.started_at, self._paced_from = event.command_at, None
             case EpochStarted() | ValidationStarted():
                 self._start_rollouts(event)
+                self.is_final = isinstance(event, ValidationStarted) and event.final
             case RolloutDone():
                 self.finished += 1
                 self.tokens += event.tokens
@@ -107,21 +110,26 @@ class State:
         return max(0.0, each * (self.history.run.epochs - self.done) - spent)
 
     @property
-    def rewards(self) -> list[float]:
-        """Rewards of the stage that count; failures of the model count as in the report."""
+    def rewards(self) -> dict[int, list[float]]:
+        """Rewards of the stage that count, by epoch; failures of the model count as in the report.
+
+        In the comparison at the end, two policies answer: those of two epochs.
+        """
         ended, history = tuple(self._ended), self.history  # a copy: another thread reads it
         kinds = kinds_at_close((one.failure_kind, one.failure_reason) for one in ended)
         is_training = self.stage == "rollouts"
         instead = history.training_failure_reward if is_training else history.failure_reward
-        rewards = [
-            instead if kind == "policy" and one.reward is None else one.reward
-            for one, kind in zip(ended, kinds, strict=True)
-            if kind != "infrastructure"
-        ]
-        return [reward for reward in rewards if reward is not None]
+        rewards: dict[int, list[float]] = {}
+        for one, kind in zip(ended, kinds, strict=True):
+            reward = instead if kind == "policy" and one.reward is None else one.reward
+            if kind != "infrastructure" and reward is not None:
+                rewards.setdefault(one.epoch, []).append(reward)
+        return rewards
 
     @property
     def where(self) -> str:
+        if self.stage == "validation" and self.is_final:
+            return "the first and the best step side by side"
         if self.stage == "validation":
             return f"after {counted(self.done, 'epoch')}"
         part = f", round {self.round + 1} of {self.rounds}" if self.rounds > 1 else ""
@@ -134,8 +142,11 @@ class State:
         if self.stage == "learning":
             return f"{self.finished} of {self.total} rows"
         parts = [f"{self.finished} of {self.total}"]
-        if rewards := self.rewards:
-            parts.append(f"reward so far {number(fmean(rewards))}")
+        means = {epoch: number(fmean(rewards)) for epoch, rewards in self.rewards.items()}
+        if self.is_final:
+            means = {k: f"{mean} after {counted(k, 'epoch')}" for k, mean in sorted(means.items())}
+        if means:
+            parts.append(f"reward so far {' and '.join(means.values())}")
         if self.failed:
             parts.append(f"{self.failed} failed")
         if self.retried:

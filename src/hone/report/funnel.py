@@ -70,11 +70,16 @@ def explain(reason: str) -> str:
     """A reason with its meaning; one that a plugin gives is shown as it is."""
     kind, slash, rest = reason.partition("/")
     if slash and kind in KINDS:
-        known = FAILURES.get(rest)
-        return f"{KINDS[kind]}: {rest}" + (f" ({known})" if known else "")
+        return f"{KINDS[kind]}: {_meaning(rest)}"
     name = reason.removeprefix("call/")
     known = REASONS.get(name)
     return f"{name}: {known}" if known else name
+
+
+def _meaning(reason: str) -> str:
+    """The reason of a failure with its meaning."""
+    known = FAILURES.get(reason)
+    return reason + (f" ({known})" if known else "")
 
 
 @dataclass(slots=True)
@@ -215,6 +220,18 @@ class Funnel:
                 for reason, n in self.failures.items()
             },
         }
+
+
+def failed_rows(r: Round | None) -> list[tuple[str, str, str]]:
+    """Reason, number and share of the failures in a round that ended the run."""
+    if r is None:
+        return []
+    reasons = Counter(why.partition(": ")[2] for why in r.failures.values())
+    total = len(r.ended)
+    return [
+        (_meaning(reason), f"{n:,} of {total:,}", f"{n / total:.1%}")
+        for reason, n in reasons.most_common()
+    ]
 
 
 def retried_rows(history: History) -> list[tuple[str, str, str]]:

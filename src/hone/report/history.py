@@ -331,6 +331,21 @@ class History:
         return [rounds[i] for i in sorted(rounds) if rounds[i].collected is not None]
 
     @property
+    def failed_round(self) -> Round | None:
+        """The round whose failures ended the newest session: its rollouts ran, and were not collected."""
+        last = self.done[max(self.done)] if self.done else None
+        if (
+            self.finished is None
+            or last is None
+            or last.status != "failed"
+            or last.at < self.run.at
+        ):
+            return None
+        rounds = sorted(self._rounds.get(last.epoch, {}).items())
+        uncollected = [r for _, r in rounds if r.collected is None and r.ended]
+        return uncollected[-1] if uncollected else None
+
+    @property
     def epochs(self) -> list[int]:
         """Epochs with a round that was collected."""
         return [epoch for epoch in sorted(self._rounds) if self.rounds_of(epoch)]

@@ -25,7 +25,7 @@ from hone.report import markdown
 from hone.report.answers import Answers
 from hone.report.diagnosis import FLAT, diagnosis
 from hone.report.examples import Rollout, pick, read_rollouts, request
-from hone.report.funnel import Funnel, retried_rows
+from hone.report.funnel import Funnel, failed_rows, retried_rows
 from hone.report.headline import headline, plot_title
 from hone.report.history import History
 from hone.report.outcome import Outcome, PolicyReward, measure
@@ -137,6 +137,8 @@ def content(
         "tiles": _tiles(outcome),
         "diagnosis": None if outcome.verdict == "better" else diagnosis(history),
         "funnel": Funnel.of(history),
+        "failed_round": history.failed_round,
+        "failed_rows": failed_rows(history.failed_round),
         "retried": retried_rows(history),
         "phases": [(name, s / history.seconds, duration(s)) for name, s in phases],
         "sampling_s": history.phases["rollout_s"] + history.phases["validate_s"],

@@ -106,8 +106,7 @@ def routes(state: State) -> APIRouter:
     @router.get("/v1/rollouts/{rollout_id}/summary")
     def summary(rollout_id: Annotated[RolloutId, Path()]) -> RolloutSummary:
         """Every call of a rollout, with counts instead of text and tokens."""
-        calls = [CallSummary.of(call) for call in state.calls.rollout(rollout_id)]
-        return RolloutSummary(rollout=rollout_id, calls=calls)
+        return RolloutSummary(rollout=rollout_id, calls=state.calls.summaries(rollout_id))
 
     @router.post("/v1/runs")
     def open_run(spec: RunSpec) -> RunInfo:

@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from hone.errors import StateError
 from hone.store.rows import unreadable
-from hone.types import RecordedCall
+from hone.types import CallSummary, RecordedCall
 from hone.wire.conversation import common_prefix
 
 COLUMNS = (
@@ -100,9 +101,13 @@ def read_calls(query: Any, seqs: Sequence[int]) -> list[RecordedCall]:
         try:
             whole[row["seq"]] = _call(row, row["parent"] and whole[row["parent"]])
         except (ValueError, KeyError, TypeError, zlib.error) as error:
-            why = ValueError(f"no {error}") if isinstance(error, KeyError) else error
-            raise unreadable(f"call {row['id']!r} of rollout {row['rollout']!r}", why) from None
+            raise _unreadable(row, error) from None
     return [whole[seq] for seq in seqs]
+
+
+def _unreadable(row: sqlite3.Row, error: Exception) -> StateError:
+    why = ValueError(f"no {error}") if isinstance(error, KeyError) else error
+    return unreadable(f"call {row['id']!r} of rollout {row['rollout']!r}", why)
 
 
 def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
@@ -131,6 +136,35 @@ def _call(row: sqlite3.Row, parent: RecordedCall | None) -> RecordedCall:
         "call": body["call"] | tokens,
     }
     return RecordedCall.model_validate(fields, extra="ignore")
+
+
+SUMMARY_COLUMNS = "id, rollout, place, choice, base_model, completion, logprobs, body"
+"""The columns of a summary: neither the prompt nor the call that it continues."""
+
+
+def summary_of(row: sqlite3.Row) -> CallSummary:
+    """The summary of the call in a row. Raises StateError if it cannot be read."""
+    try:
+        body, sampled = _unpack(row["body"]), _read_ints(row["completion"])
+        logprobs = row["logprobs"]
+        fields = {
+            "id": row["id"],
+            "index": row["place"],
+            "choice": row["choice"],
+            "base_model": row["base_model"],
+            **_some(body, "model", "requested_model", "finish", "abandoned"),
+            **_some(body["call"], "function", "temperature", "step"),
+        }
+        return CallSummary.with_tokens(
+            fields, sampled, None if logprobs is None else _read_floats(logprobs, len(sampled))
+        )
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise _unreadable(row, error) from None
+
+
+def _some(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The values of these names that there are; an older hone may not have written all of them."""
+    return {name: values[name] for name in names if name in values}
 
 
 def held_s(body: bytes) -> float:

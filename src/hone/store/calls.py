@@ -23,17 +23,19 @@ from typing import Any
 
 from hone.errors import Conflict, NotFound, StateError
 from hone.store.call_rows import (
+    SUMMARY_COLUMNS,
     Row,
     digest,
     held_s,
     insert,
     ints,
     read_calls,
+    summary_of,
     without_request_fields,
 )
 from hone.store.database import Store
 from hone.store.rows import read_row, readable
-from hone.types import RecordedCall, RunSpec
+from hone.types import CallSummary, RecordedCall, RunSpec
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
@@ -255,6 +257,14 @@ class CallStore:
             "SELECT seq FROM calls WHERE rollout = ? ORDER BY place, choice, seq", (rollout,)
         )
         return read_calls(self._store.query, [row["seq"] for row in seqs])
+
+    def summaries(self, rollout: str) -> list[CallSummary]:
+        """The same calls without text and prompts, which are not read either."""
+        rows = self._store.query(
+            f"SELECT {SUMMARY_COLUMNS} FROM calls WHERE rollout = ? ORDER BY place, choice, seq",
+            (rollout,),
+        )
+        return list(map(summary_of, rows))
 
     def held(self, rollout: str, *, before: float) -> list[tuple[float, float]]:
         """When requests of a rollout that were answered before this time were held.
