@@ -4,7 +4,7 @@ In:   the fields of a model
 Out:  a registration; jobs that set no learning rate are trained with ART's
 """
 
-from typing import Generic
+from typing import Any, Generic
 
 from hone import model
 from hone.model import ConfigT, Model
@@ -18,6 +18,9 @@ _RATES = ("learning_rate", "learning_rates")
 
 class TrainableModel(model.TrainableModel[ConfigT], Generic[ConfigT]):
     """A model that is trained, whose jobs have ART's learning rate unless they or it have another."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)  # written out for type checkers: `_internal_config` is no field
 
     def spec(self) -> ModelSpec:
         """The registration, with ART's learning rate as a default if the model has none."""
