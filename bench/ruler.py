@@ -26,8 +26,8 @@ from typing import Any
 
 import hone
 from bench.process import ROOT
+from hone.art.rewards import ruler
 from hone.errors import RolloutError
-from hone.rewards import ruler
 from hone.workflow.target import load_target
 
 HERE = ROOT / "examples" / "02_tool_calls"

@@ -36,6 +36,7 @@ BREACHES = {
         "learner.loss",
         "hone.inference.base",
     ),
+    "nothing outside hone.art imports ART's names": ("gather", "hone.art.batches"),
     ACYCLIC: ("capture.base", "hone.capture.scope"),
 }
 """By contract, a module and what it must not import."""

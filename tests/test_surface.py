@@ -9,7 +9,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 import hone
-from hone import errors
+from hone import art, errors
 
 HEAVY = {"torch", "transformers", "peft", "fastapi", "openai", "matplotlib", "renderers"} | {
     "httpx",
@@ -26,14 +26,11 @@ def test_public_names():
         "Call",
         "History",
         "LocalBackend",
-        "LocalTrainResult",
         "Messages",
         "MessagesAndChoices",
         "Model",
         "RemoteBackend",
         "Rollout",
-        "ServerlessBackend",
-        "ServerlessTrainResult",
         "Tools",
         "TrainConfig",
         "TrainResult",
@@ -45,7 +42,6 @@ def test_public_names():
         "auto_trajectory",
         "capture_auto_trajectory",
         "capture_yielded_trajectory",
-        "dev",
         "function",
         "gather_trajectories",
         "gather_trajectory_groups",
@@ -64,6 +60,17 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(AttributeError, match="hone has no 'LocalApi'; it has Backend, Call,"):
         hone.LocalApi  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]  # the mistake
     assert not hasattr(hone, "skypilot")
+
+
+def test_names_of_art_are_in_its_wing_only():
+    modules = {"dev", "langgraph", "local", "rewards", "serverless", "trajectories", "utils"}
+    aliases = {"LocalTrainResult", "ServerlessBackend", "ServerlessTrainResult"}
+    assert not [name for name in modules | aliases if hasattr(hone, name)]
+    code = f"import hone.art as art; print(*[n for n in {modules | aliases} if hasattr(art, n)])"
+    assert set(_python(code).split()) == modules | aliases
+    with pytest.raises(AttributeError) as caught:
+        art.LocalApi  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]  # the mistake
+    assert set(art.__all__) <= set(str(caught.value).replace(",", "").split())
 
 
 def test_star_import_gives_every_name():
@@ -90,6 +97,16 @@ def test_the_backends_load_no_tensors():
 def test_import_hone_loads_no_other_module_of_hone():
     loaded = _python("import sys, hone; print(*sys.modules)").split()
     assert [name for name in loaded if name.split(".")[0] == "hone"] == ["hone"]
+
+
+def test_art_s_names_load_on_first_use():
+    loaded = _python("import sys, hone.art; print(*sys.modules)").split()
+    assert [name for name in loaded if name.split(".")[0] == "hone"] == ["hone", "hone.art"]
+    assert not set(loaded) & HEAVY
+    code = "for name in (*art.__all__, *art._MODULES): getattr(art, name)"
+    loaded = _python(f"import sys, hone.art as art\n{code}\nprint(*sys.modules)").split()
+    assert {"hone.art.backend", "hone.art.rewards", "hone.art.utils"} <= set(loaded)
+    assert not set(loaded) & {"torch", "transformers", "fastapi", "uvicorn", "openai"}
 
 
 def test_importing_the_sdk_patches_nothing():

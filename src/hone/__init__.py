@@ -7,14 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hone import dev as dev
     from hone import errors as errors
     from hone.backends.base import Backend, TrainResult
-    from hone.backends.base import TrainResult as LocalTrainResult
-    from hone.backends.base import TrainResult as ServerlessTrainResult
     from hone.backends.local import LocalBackend
     from hone.backends.remote import RemoteBackend
-    from hone.backends.remote import RemoteBackend as ServerlessBackend
     from hone.capture.histories import (
         auto_trajectory,
         capture_auto_trajectory,
@@ -39,14 +35,11 @@ __all__ = [
     "Call",
     "History",
     "LocalBackend",
-    "LocalTrainResult",
     "Messages",
     "MessagesAndChoices",
     "Model",
     "RemoteBackend",
     "Rollout",
-    "ServerlessBackend",
-    "ServerlessTrainResult",
     "Tools",
     "TrainConfig",
     "TrainResult",
@@ -58,7 +51,6 @@ __all__ = [
     "auto_trajectory",
     "capture_auto_trajectory",
     "capture_yielded_trajectory",
-    "dev",
     "function",
     "gather_trajectories",
     "gather_trajectory_groups",
@@ -76,14 +68,11 @@ _HOME = {
     "Call": "types",
     "History": "trajectory",
     "LocalBackend": "backends.local",
-    "LocalTrainResult": "local",
     "Messages": "types",
     "MessagesAndChoices": "types",
     "Model": "model",
     "RemoteBackend": "backends.remote",
     "Rollout": "capture.scope",
-    "ServerlessBackend": "serverless.backend",
-    "ServerlessTrainResult": "serverless.backend",
     "Tools": "types",
     "TrainConfig": "train_config",
     "TrainResult": "backends.base",
@@ -105,13 +94,9 @@ _HOME = {
 }
 
 
-_MODULES = frozenset({"dev", "errors", "langgraph", "local", "rewards", "trajectories", "utils"})
-"""Modules that are available as attributes without an explicit import, as `art.dev` is."""
-
-
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"hone.{name}")
+    if name == "errors":  # available without an explicit import
+        return import_module("hone.errors")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"hone has no {name!r}; it has {', '.join(__all__)}")

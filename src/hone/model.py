@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, field_validator
 from typing_extensions import TypeVar  # with default=, which typing has from 3.13
 
-from hone import dev, model_files
+from hone import model_files, options
 from hone.backends.base import Backend, TrainResult
 from hone.capture.base import host_of
 from hone.errors import ConfigError
@@ -265,7 +265,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     @_internal_config.setter
     def _internal_config(self, config: Mapping[str, Any] | None) -> None:
-        dev.model_fields(config or {})  # raises at the caller's line
+        options.model_fields(config or {})  # raises at the caller's line
         self._internal = None if config is None else dict(config)
 
     @property
@@ -275,7 +275,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     def spec(self) -> ModelSpec:
         """The registration that is sent to the server."""
         fields = self.model_dump(include=set(ModelSpec.model_fields))
-        for section, values in dev.model_fields(self._internal or {}).items():
+        for section, values in options.model_fields(self._internal or {}).items():
             fields[section] = _agreeing(fields[section], values, section)
         fields |= {"name": stored_name(self.name), "project": stored_name(self.project)}
         return ModelSpec(**fields)
@@ -292,10 +292,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             _openai_client_config: options with which ART would start its OpenAI server. hone's is
         already running, so only its engine_args have an effect.
         """
-        engine_args, unused = dev.engine_fields(_openai_client_config)
+        engine_args, unused = options.engine_fields(_openai_client_config)
         self.engine_args = _agreeing(self.engine_args, engine_args, "engine_args")
         info = await backend.register(self)
-        unused += dev.without_effect(self._internal or {})
+        unused += options.without_effect(self._internal or {})
         if without_effect := [*info.not_applicable, *unused]:
             log.warning(
                 "model %s: these options have no effect here: %s",
@@ -326,7 +326,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         Args:
             trajectory_groups: groups of rollouts of one input, compared with each other.
             config: training settings; missing keys come from the model's `defaults`, then hone's.
-            _config: ART's advanced options, `hone.dev.TrainConfig`; each is honoured or refused.
+            _config: ART's advanced options, `hone.art.dev.TrainConfig`; each is honoured or refused.
             verbose: show progress even if stderr is not a terminal.
             **keys: keys of TrainConfig or options of ART, instead of `config`.
         """

@@ -27,7 +27,6 @@ from pydantic import (
 )
 
 from hone.train_config import TrainConfig
-from hone.train_config import TrainSFTConfig as TrainSFTConfig  # art.types has it
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
@@ -103,8 +102,6 @@ MessageOrChoice = Any
 MessagesAndChoices = list[MessageOrChoice]
 Tools = list[dict[str, Any]]
 """Tools of the OpenAI API."""
-Verbosity = Literal[0, 1, 2]
-"""ART's `verbose`."""
 EngineName = Literal["auto", "embedded", "vllm"]
 """Inference engine of a server."""
 DEFAULT_PORT = 7623

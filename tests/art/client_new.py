@@ -17,7 +17,7 @@ import art
 import litellm
 
 from hone.art import ArtBackend
-from hone.utils.litellm import convert_litellm_choice_to_openai
+from hone.art.utils.litellm import convert_litellm_choice_to_openai
 
 PROMPTS = ("the weather", "take the coat")
 ASKED = [{"role": "user", "content": "the wind is"}]

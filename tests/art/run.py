@@ -46,7 +46,7 @@ REQUIREMENTS = (
     "httpx2>=2.12",  # of hone's SDK
 )
 INSTALLED, BESIDE = "0.5.18", "0.5.17"
-"""Versions of openpipe-art without an HTTP client; hone.art is their backend."""
+"""Versions of openpipe-art without an HTTP client; hone.art.ArtBackend is their backend."""
 PAGE = ROOT / "docs/art.md"
 ART, NEW, NAT = "client_art.py", "client_new.py", "client_nat.py"
 SCRIPTS = HERE / "scripts"
@@ -162,7 +162,7 @@ def prove_newer(python: Path, version: str, ready: dict[str, Any], base: Path) -
 
 
 def prove_local_scripts(base: Path) -> None:
-    """Scripts with `import hone as art` and a local backend, as they stand."""
+    """Scripts with `import hone.art as art` and a local backend, as they stand."""
     played = run_script("game_2048.py", str(base), scratch=base.parent)
     steps = [line.split() for line in played.stdout.splitlines()]
     ran = [(step, count) for step, _, count in steps] == [("1", "6"), ("2", "6")]

@@ -97,7 +97,7 @@ def test_its_file_is_whole_and_its_output_is_that_of_its_cells_in_order(path: Pa
     notebook = read(path)
     cells = code_cells(notebook)
     assert [is_parameters(cell) for cell in cells] == [True] + [False] * (len(cells) - 1)
-    assert "import hone as art" in source(cells[1])
+    assert "import hone.art as art" in source(cells[1])
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(set(ids)) == len(ids)
     counts = [cell["execution_count"] for cell in cells]

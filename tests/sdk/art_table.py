@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import hone
-from hone import dev
+import hone.art
+from hone import options
 from hone.errors import HoneError
 from hone.server.model_args import normalize_spec
-from hone.types import ModelSpec, TrainConfig
+from hone.types import ModelSpec
 
 PAGE = Path(__file__).parents[2] / "docs/art.md"
 BEGIN, END = "<!-- art names -->\n", "<!-- /art names -->"
@@ -52,6 +52,7 @@ NAMES = [
     "dev.ServerArgs",
     "dev.TrainConfig",
     "dev.TrainerArgs",
+    "backend.Backend",
     "batches.trajectory_group_batches",
     "errors",
     "gather.gather_trajectories",
@@ -72,10 +73,13 @@ NAMES = [
     "trajectories.get_messages",
     "types.Message",
     "types.MessageOrChoice",
+    "types.LocalTrainResult",
     "types.Messages",
     "types.MessagesAndChoices",
+    "types.ServerlessTrainResult",
     "types.Tools",
     "types.TrainConfig",
+    "types.TrainResult",
     "types.TrainSFTConfig",
     "types.Verbosity",
     "utils.format_message",
@@ -115,11 +119,12 @@ DIFFERS = {
     "auto_trajectory": "choices name their recorded tokens by `call_id`; they have no `logprobs`",
     "capture_auto_trajectory": "libraries are patched while it runs, not by `import`",
     "langgraph.init_chat_model": "a plain `ChatOpenAI`; its arguments are honoured",
-    "ServerlessBackend": "an alias of `RemoteBackend`: a hone server at `base_url`",
-    "serverless.backend.ServerlessBackend": "an alias of `RemoteBackend`",
-    "LocalTrainResult": "an alias of `TrainResult`, with `checkpoint_path`",
-    "ServerlessTrainResult": "an alias of `TrainResult`; there are no artifacts",
-    "Backend": "the protocol of hone's backends; `hone.art` is one for the real package",
+    "ServerlessBackend": "`hone.RemoteBackend`: a hone server at `base_url`",
+    "serverless.backend.ServerlessBackend": "`hone.RemoteBackend`",
+    "LocalTrainResult": "the same as `TrainResult`, with `checkpoint_path`",
+    "ServerlessTrainResult": "the same as `TrainResult`; there are no artifacts",
+    "Backend": "the protocol of hone's backends; `hone.art.ArtBackend` is ART's, for the real package",
+    "backend.Backend": "the protocol of hone's backends",
     "Model.log": "trajectories are JSONL below `base_path`; a trained model's metrics are on its server",
     "utils.iterate_dataset": "leaves the global random generator unchanged",
     "TrainableModel.train": "raises if the job fails; flat groups do not advance the step",
@@ -127,8 +132,6 @@ DIFFERS = {
 """Names that do something else than in ART."""
 
 ABSENT = {
-    "types.TrainResult, types.LocalTrainResult, types.ServerlessTrainResult": "`hone.TrainResult`",
-    "backend.Backend": "`hone.Backend`",
     "guided_completion": "`model.train_sft` on the answers of the larger model",
     "metrics.MetricsBuilder, metrics.track_api_cost": "costs are not counted; `Model.log(metrics=...)` takes any number",
     "utils.sft": "`hone finetune` with `sft_trainer` reads the file, or `model.train_sft`",
@@ -136,7 +139,7 @@ ABSENT = {
     "utils.trajectory_logging, utils.output_dirs": "`hone export-trajectories`; files are listed in [the run directory](reference/run_directory.md)",
     "utils.s3": "copy the checkpoint's directory; it is a PEFT adapter",
     "preprocessing, loss, unsloth, vllm, transformers": "internals of ART's own server; hone has its own learner",
-    "skypilot": "start `hone serve` on the cluster and use `RemoteBackend`",
+    "skypilot": "start `hone serve` on the cluster and use `ServerlessBackend`",
     "megatron, tinker, tinker_native": "hone trains LoRA adapters on its own server",
     "pipeline_trainer.PipelineTrainer": "`hone finetune` is the loop with rollouts, training and evaluation",
     "mcp": "generate scenarios with any model, as a dataset for `hone finetune`",
@@ -147,31 +150,31 @@ ABSENT = {
     "Model.update_wandb_config": "the configuration of a job is reported with its metrics",
     "Model.metrics_builder, TrainableModel.set_cost_calculator": "costs are not counted",
 }
-"""Names that hone does not have, and what to use."""
+"""Names that hone.art does not have, and what to use."""
 
 ARGUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
     "Model": (
-        hone.Model,
+        hone.art.Model,
         "name project entity id config inference_api_key inference_base_url inference_model_name "
         "base_path report_metrics",
     ),
-    "TrainableModel": (hone.TrainableModel, "name project base_model _internal_config"),
-    "TrainableModel.register": (hone.TrainableModel.register, "backend _openai_client_config"),
+    "TrainableModel": (hone.art.TrainableModel, "name project base_model _internal_config"),
+    "TrainableModel.register": (hone.art.TrainableModel.register, "backend _openai_client_config"),
     "TrainableModel.train": (
-        hone.TrainableModel.train,
+        hone.art.TrainableModel.train,
         "trajectory_groups config _config verbose",
     ),
-    "LocalBackend": (hone.LocalBackend, "in_process path"),
-    "ServerlessBackend": (hone.ServerlessBackend, "api_key base_url"),
+    "LocalBackend": (hone.art.LocalBackend, "in_process path"),
+    "ServerlessBackend": (hone.art.ServerlessBackend, "api_key base_url"),
     "Trajectory": (
-        hone.Trajectory,
+        hone.art.Trajectory,
         "messages_and_choices tools additional_histories reward initial_policy_version "
         "final_policy_version metrics metadata logs start_time",
     ),
-    "TrajectoryGroup": (hone.TrajectoryGroup, "trajectories exceptions metadata metrics logs"),
-    "TrainConfig": (TrainConfig, "learning_rate beta kl_penalty_coef"),
+    "TrajectoryGroup": (hone.art.TrajectoryGroup, "trajectories exceptions metadata metrics logs"),
+    "TrainConfig": (hone.art.TrainConfig, "learning_rate beta kl_penalty_coef"),
     "gather_trajectory_groups": (
-        hone.gather_trajectory_groups,
+        hone.art.gather_trajectory_groups,
         "groups pbar_desc pbar_total_completion_tokens max_exceptions max_metrics after_each",
     ),
 }
@@ -304,17 +307,17 @@ def rows() -> Iterator[Row]:
         yield f"`{name}`", "differs", note
     for name, note in ABSENT.items():
         first = name.split(", ")[0]
-        assert not _has(first), f"hone has {first} by now"
+        assert not _has(first), f"hone.art has {first} by now"
         yield f"`{name}`", "not available", note
     for name, (call, arguments) in ARGUMENTS.items():
         _check_arguments(name, call, arguments.split())
         yield f"arguments of `{name}`: {_listed(arguments.split())}", "works", ""
     cost = "gpu_cost_per_hour_usd"
     paid: dict[str, Any] = {cost: 2.0}
-    refused = _refusal(cost, lambda: hone.LocalBackend(**paid))
+    refused = _refusal(cost, lambda: hone.art.LocalBackend(**paid))
     assert refused is not None
     yield f"arguments of `LocalBackend`: `{cost}`", *refused
-    signature = inspect.signature(hone.LocalBackend.train).parameters
+    signature = inspect.signature(hone.art.LocalBackend.train).parameters
     assert set(DIRECT) <= set(signature)
     yield f"`train`: {_listed(DIRECT)}", "works", ""
     yield from _grouped("`train`: ", ((k, _training(k, v)) for k, v in TRAINING.items()))
@@ -335,10 +338,13 @@ Outcome = tuple[str, str]
 
 def _training(key: str, value: Any) -> Outcome:
     if key == "grad_accumulation_sequences":
-        return _refusal(key, lambda: TrainConfig.model_validate({key: value})) or ("works", "")
-    if refused := _refusal(key, lambda: dev.train_keys({key: value})):
+        return _refusal(key, lambda: hone.art.TrainConfig.model_validate({key: value})) or (
+            "works",
+            "",
+        )
+    if refused := _refusal(key, lambda: options.train_keys({key: value})):
         return refused
-    keys = dev.train_keys({key: value})
+    keys = options.train_keys({key: value})
     if not keys:
         return "no effect", "the learner always computes pi_old, in its own rows"
     ((ours, _),) = keys.items()
@@ -346,9 +352,9 @@ def _training(key: str, value: Any) -> Outcome:
 
 
 def _internal(key: str, value: Any) -> Outcome:
-    if refused := _refusal(key, lambda: dev.model_fields({key: value})):
+    if refused := _refusal(key, lambda: options.model_fields({key: value})):
         return refused
-    fields = dev.model_fields({key: value})
+    fields = options.model_fields({key: value})
     if not fields:
         return "no effect", "the server renders every base model with its own template"
     return "works", "" if key in fields else f"in `{next(iter(fields))}`"
@@ -370,8 +376,10 @@ def _refusal(key: str, attempt: Callable[[], object]) -> Outcome | None:
     try:
         attempt()
     except (HoneError, ValueError) as error:
-        reason = dev.REASONS.get(key, "It would change the result; hone supports one setting only")
-        assert key in str(error) and (key not in dev.REASONS or reason in str(error)), error
+        reason = options.REASONS.get(
+            key, "It would change the result; hone supports one setting only"
+        )
+        assert key in str(error) and (key not in options.REASONS or reason in str(error)), error
         return "refused", reason
     return None
 
@@ -390,8 +398,8 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """What a name of `art` is in hone; a module, or an attribute of one or of a class."""
-    value: Any = hone
+    """What a name of `art` is in hone.art; a module, or an attribute of one or of a class."""
+    value: Any = hone.art
     for part in name.split("."):
         try:
             value = getattr(value, part)
@@ -417,7 +425,7 @@ def _check_arguments(name: str, call: Callable[..., Any], arguments: Iterable[st
 
 def table() -> str:
     """The rows as Markdown, with ART's package name."""
-    lines = ["| in `art` | in `hone` | |", "|---|---|---|"]
+    lines = ["| in `art` | in `hone.art` | |", "|---|---|---|"]
     lines += [f"| {name} | {what} | {note} |" for name, what, note in rows()]
     return "\n".join(lines).replace(" |  |", " | |") + "\n"
 

@@ -1,4 +1,4 @@
-"""ART's names with `import hone as art`: options, captured trajectories, names, on a real server."""
+"""ART's names with `import hone.art as art`: options and captured trajectories, on a real server."""
 
 import asyncio
 import logging
@@ -11,81 +11,25 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-import hone as art
-from hone import dev
-from hone.capture.histories import add_call
-from hone.capture.scope import recorded
-from hone.errors import ConfigError
-from hone.langgraph import init_chat_model, wrap_rollout
-from hone.local import LocalBackend
-from hone.serverless.backend import ServerlessBackend
-from hone.trajectories import History, get_messages
-from hone.utils import (
+import hone.art as art
+from hone.art import dev
+from hone.art.langgraph import init_chat_model, wrap_rollout
+from hone.art.local import LocalBackend
+from hone.art.serverless.backend import ServerlessBackend
+from hone.art.trajectories import History, get_messages
+from hone.art.utils import (
     format_message,
     get_model_step,
     iterate_dataset,
     limit_concurrency,
     log_http_errors,
 )
-from hone.utils.strip_logprobs import strip_logprobs
+from hone.art.utils.strip_logprobs import strip_logprobs
+from hone.capture.histories import add_call
+from hone.capture.scope import recorded
+from hone.errors import ConfigError
 
 ASKED: list[Any] = [{"role": "user", "content": "Say a number."}]
-
-# ---- options of a training call ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "keys"),
-    [
-        ({"loss_fn": "cispo"}, {"loss": "cispo"}),
-        ({"loss_fn": "ppo", "epsilon": 0.1}, {"loss": "grpo", "epsilon": 0.1}),
-        ({"ppo": False}, {"loss": "cispo"}),
-        ({"normalize_advantages": False}, {"scale_rewards": False}),
-        ({"normalize_advantages": True}, {}),
-        ({"normalize_advantages": True, "scale_rewards": False}, {"scale_rewards": False}),
-        ({"truncated_importance_sampling": 3.0}, {"importance_cap": 3.0}),
-        ({"truncated_importance_sampling": None}, {"importance_cap": None}),
-        ({"packed_sequence_length": 4096}, {"row_tokens": 4096}),
-        ({"precalculate_logprobs": True, "logprob_calculation_chunk_size": 512}, {}),
-        ({"adam_params": None, "epsilon": None, "kl_penalty_coef": 0.1}, {"kl_penalty_coef": 0.1}),
-    ],
-)
-def test_options_of_a_training_call(options: dict[str, Any], keys: dict[str, Any]):
-    assert dev.train_keys(options) == keys
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adam_params": {"lr": 1}}, "AdamW always uses betas 0.9 and 0.99"),
-        ({"advantage_balance": 0.5}, "leave it out or send 0. Positive and negative"),
-        ({"allow_training_without_logprobs": True}, "train_sft to train on text"),
-        ({"kl_ref_adapter_path": "x"}, "is the base model"),
-        ({"importance_sampling_level": "sequence"}, "set epsilon and epsilon_high"),
-        ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
-        ({"loss_fn": "cispo", "ppo": True}, "contradicts loss='cispo'; write one of the two"),
-        ({"loss_fn": "ppo", "loss": "dapo"}, "(loss_fn='ppo') is loss='grpo', which contradicts"),
-        ({"normalize_advantages": False, "scale_rewards": True}, "contradicts scale_rewards=True"),
-    ],
-)
-async def test_options_that_hone_refuses(options: dict[str, Any], message: str):
-    model = art.TrainableModel(name="a", base_model="b")
-    model._backend = art.RemoteBackend("http://127.0.0.1:1")  # nothing is sent
-    with pytest.raises(ConfigError) as caught:
-        await model.train([], _config=options)
-    assert message in str(caught.value)
-
-
-def test_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
-    dev._log_no_effect.cache_clear()
-    with caplog.at_level(logging.INFO, logger="hone"):
-        for _ in range(2):
-            dev.train_keys({"precalculate_logprobs": True, "logprob_calculation_chunk_size": 512})
-        dev.train_keys({"precalculate_logprobs": False, "logprob_calculation_chunk_size": 1024})
-    assert sorted(record.message.partition(":")[0] for record in caplog.records) == [
-        "train(logprob_calculation_chunk_size) has no effect",
-        "train(precalculate_logprobs) has no effect",
-    ]
 
 
 def test_the_newest_step_on_disk_is_that_of_a_whole_checkpoint(tmp_path: Path):

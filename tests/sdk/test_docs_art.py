@@ -10,6 +10,8 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.sdk import art_table
 
+from hone import art
+
 PAGE = Path(__file__).parents[2] / "docs/art.md"
 
 
@@ -24,8 +26,6 @@ def test_the_loop_fits_on_a_postcard():
 
 
 def test_it_uses_public_names_only():
-    import hone
-
     tree = ast.parse(program())
     used = {
         node.attr
@@ -34,7 +34,37 @@ def test_it_uses_public_names_only():
         and isinstance(node.value, ast.Name)
         and node.value.id == "art"
     }
-    assert used <= set(hone.__all__)
+    assert used <= set(art.__all__)
+
+
+def test_scripts_import_every_name_as_from_art():
+    """In a process of its own: in this one, other tests have imported the modules."""
+    lines = ["import hone.art as art"]
+    for name in art_table.NAMES:
+        home, _, last = name.rpartition(".")
+        if not home[:1].isupper():  # not a method
+            lines += [f"from hone.art{'.' * bool(home)}{home} import {last}"]
+            first, below = name.split(".")[0], f"getattr(art, {name.split('.')[0]!r})"
+            lines += [f"assert {below} is not None, {first!r}"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_shows_what_to_write_instead_and_all_of_it_works():
+    """Each line of the migration table, after `import art` became `import hone.art as art`."""
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.partition("## From ART to hone\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", section, re.MULTILINE)
+    assert len(rows) >= 10
+    scope: dict[str, object] = {}
+    for before, after in rows:
+        assert "art" in before and "hone" not in before
+        exec(after, scope)
 
 
 def test_the_table_says_what_happens_to_every_name_and_option():

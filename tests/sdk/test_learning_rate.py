@@ -11,12 +11,12 @@ from tests.patience import PATIENCE_S
 from tests.sdk.conftest import Serve
 from tests.sdk.standin import StandIn
 
-from hone import TrainConfig, TrainSFTConfig
+from hone import TrainConfig, TrainSFTConfig, art
 from hone.art import ArtBackend
 from hone.backends.remote import chosen_keys
 from hone.finetune.adapter_config import ARTTrainingConfig
 from hone.server.art_requests import ART_DEFAULTS
-from hone.server.model_args import train_config
+from hone.server.model_args import normalize_spec, train_config
 
 PAGE = Path(__file__).parents[2] / "docs/reference/config.md"
 
@@ -69,6 +69,12 @@ async def sent_by_art_package(
     return standin.job.request.config
 
 
+def of_wing(config: art.TrainConfig | None, **fields: Any) -> TrainConfig:
+    """The config of a job of `hone.art.TrainableModel` with these fields, as the server reads it."""
+    spec = art.TrainableModel(name="a", base_model="b", **fields).spec()
+    return train_config(normalize_spec(spec).defaults, chosen_keys(config, {}), "config")
+
+
 async def test_the_page_names_the_default_of_every_client(serve: Serve):
     of_sdk = train_config({}, chosen_keys(TrainConfig(loss="dapo"), {}), "config").learning_rate
     assert table() == {
@@ -76,11 +82,42 @@ async def test_the_page_names_the_default_of_every_client(serve: Serve):
         "`POST /v1/training/jobs`": train_config({}, {}, "config").learning_rate,
         "`train_sft`": TrainSFTConfig().job_keys()["learning_rate"],
         "YAML": ARTTrainingConfig().job_keys(0, 1)["learning_rate"],
+        "`hone.art.TrainableModel.train`": of_wing(None).learning_rate,
         "`hone.art.ArtBackend`": (await sent_by_art_package(serve, {}))["learning_rate"],
         # tests/server/test_art.py sends such a request over HTTP.
         "ART's HTTP client": ART_DEFAULTS["learning_rate"],
     }
     assert set(table().values()) == {5e-5, 5e-6}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "rate"),
+    [
+        (None, {}, 5e-6),
+        (art.TrainConfig(), {}, 5e-6),
+        (art.TrainConfig(beta=0.1), {"defaults": {"beta": 0.2}}, 5e-6),
+        (art.TrainConfig(beta=0.1), {"defaults": {"learning_rate": 1e-3}}, 1e-3),
+        (None, {"trainer_args": {"learning_rate": 1e-3}}, 1e-3),
+        (None, {"trainer_args": {"learning_rate": None}}, 5e-6),
+        (None, {"_internal_config": {"trainer_args": {"learning_rate": 1e-3}}}, 1e-3),
+        (art.TrainConfig(learning_rate=5e-5), {"defaults": {"learning_rate": 1e-3}}, 5e-5),
+        (art.TrainConfig(learning_rate=5e-6), {"defaults": {"learning_rate": 1e-3}}, 5e-6),
+    ],
+)
+def test_a_script_with_art_s_names_has_art_s_rate_unless_somebody_set_one(
+    config: art.TrainConfig | None, fields: dict[str, Any], rate: float
+):
+    assert of_wing(config, **fields).learning_rate == rate
+
+
+def test_rates_by_step_are_not_replaced_by_art_s_default():
+    assert of_wing(None, defaults={"learning_rates": [1e-3, 1e-4]}).learning_rate_of(1) == 1e-4
+
+
+def test_art_s_train_config_has_art_s_default():
+    assert art.TrainConfig().learning_rate == art.types.TrainConfig().learning_rate == 5e-6
+    assert TrainConfig().learning_rate == 5e-5
+    assert isinstance(art.TrainConfig(), TrainConfig)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 import hone
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
+from hone.art import dev
 from hone.errors import ConfigError, StateError
 from hone.trajectory import means
 from hone.types import stored_name
@@ -210,11 +211,11 @@ def test_what_hone_does_not_take_is_refused_by_name():
 
 
 def test_an_internal_config_is_sent_in_hone_s_words():
-    internal = hone.dev.InternalModelConfig(
-        init_args=hone.dev.InitArgs(max_seq_length=512),
-        engine_args=hone.dev.EngineArgs(gpu_memory_utilization=0.5),
-        peft_args=hone.dev.PeftArgs(r=4),
-        trainer_args=hone.dev.TrainerArgs(learning_rate=1e-4),
+    internal = dev.InternalModelConfig(
+        init_args=dev.InitArgs(max_seq_length=512),
+        engine_args=dev.EngineArgs(gpu_memory_utilization=0.5),
+        peft_args=dev.PeftArgs(r=4),
+        trainer_args=dev.TrainerArgs(learning_rate=1e-4),
         trainer_gpu_ids=[0],
         inference_gpu_ids=[1],
         chat_template_kwargs={"enable_thinking": False},

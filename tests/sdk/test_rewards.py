@@ -14,9 +14,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
 from hone import History, Trajectory, TrajectoryGroup
+from hone.art.rewards import DEFAULT_RUBRIC, judge_of, ruler, ruler_score_group
 from hone.errors import ConfigError, RolloutError
 from hone.ranking import scores_in
-from hone.rewards import DEFAULT_RUBRIC, judge_of, ruler, ruler_score_group
 from hone.types import Failure
 
 ASK = {"role": "user", "content": "Which city?"}

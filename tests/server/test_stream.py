@@ -17,9 +17,9 @@ from tests.server.conftest import MakeServer, MakeState, Server
 from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
 from tests.workflow.rollouts import ran, why
 
+from hone.art.openai import consume_chat_completion_stream, consume_sync_chat_completion_stream
 from hone.errors import EngineError
 from hone.inference.base import Delta
-from hone.openai import consume_chat_completion_stream, consume_sync_chat_completion_stream
 
 LONG = "the weather in the city is cold and the wind is strong today, take the coat " * 3
 

@@ -27,9 +27,9 @@ from typing import IO, Any, Self
 
 from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
-from hone.dev import check_only
 from hone.errors import ConfigError, HoneError, ServerError
 from hone.model_files import model_directory
+from hone.options import check_only
 from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT
 
 START_S = 120.0

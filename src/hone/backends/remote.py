@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel
 
-from hone import dev, errors
+from hone import errors, options
 from hone.backends.base import Named, Trainable, TrainResult
 from hone.backends.http import CONNECT_S, FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
@@ -134,7 +134,7 @@ class RemoteBackend(Server):
                 nothing to learn.
             timeout_s: the job is cancelled after this time.
             **keys: keys of TrainConfig or options of ART (`loss_fn`, `normalize_advantages` and
-                those of `hone.dev.TrainConfig`), which override those of `config`.
+                those of `hone.art.dev.TrainConfig`), which override those of `config`.
         """
         request = JobRequest(
             model=str(_key(model)),
@@ -359,7 +359,7 @@ class RemoteBackend(Server):
 def chosen_keys(config: TrainConfig | None, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that the caller set, and no others, so that the server's defaults apply to the rest."""
     known = TrainConfig.model_fields
-    keys = dev.train_keys(keys)
+    keys = options.train_keys(keys)
     for key in keys:
         if key not in known:
             close = get_close_matches(key, known, n=1)

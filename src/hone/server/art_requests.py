@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from hone.dev import ONE_WAY, RENAMED, check_only
+from hone.options import ONE_WAY, RENAMED, check_only
 from hone.server.engine_choice import CheckArg
 from hone.server.model_args import ENGINE_ONLY, Read, flat, read_args
 from hone.train_config import ART_LEARNING_RATE

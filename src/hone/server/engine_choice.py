@@ -21,7 +21,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hone.dev import check_only
 from hone.errors import ConfigError, EngineError, ModelNotFound
 from hone.inference.base import Engine
 from hone.inference.vllm_args import (
@@ -38,6 +37,7 @@ from hone.logs import say, show
 from hone.models.card import CardPlan, Needs, foreign_advice, memory_advice, needs_of, plan_card
 from hone.models.find import find
 from hone.models.shape import check_targets
+from hone.options import check_only
 from hone.owned import make_owned, remove_owned
 from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
 from hone.server.settings import Settings

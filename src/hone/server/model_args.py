@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hone.dev import check_only
 from hone.errors import ModelNotFound, Unprocessable, did_you_mean
 from hone.inference.vllm_args import GPU_IDS, SAME_MODEL, SIZES
 from hone.models.find import check_exists
+from hone.options import check_only
 from hone.server.engine_choice import CheckArg
 from hone.train_config import unused_keys
 from hone.types import FieldError, ModelSpec, TrainConfig

@@ -9,8 +9,8 @@ import random
 import re
 import sys
 
-import hone as art
-from hone.local import LocalBackend
+import hone.art as art
+from hone.art.local import LocalBackend
 
 MOVES = ("left", "right", "up", "down")
 SIDE = 3

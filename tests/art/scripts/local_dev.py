@@ -7,10 +7,10 @@ Out:  a line per batch: the step, the checkpoint's directory, what the job was t
 import asyncio
 import sys
 
-import hone as art
-from hone.local import LocalBackend
-from hone.trajectories import Trajectory
-from hone.utils import iterate_dataset, limit_concurrency
+import hone.art as art
+from hone.art.local import LocalBackend
+from hone.art.trajectories import Trajectory
+from hone.art.utils import iterate_dataset, limit_concurrency
 
 QUESTIONS = ["the weather", "take the coat", "where is the station", "is it late"]
 

@@ -12,10 +12,10 @@ import sys
 from langchain_core.tools import tool
 from langgraph.prebuilt import create_react_agent
 
-import hone as art
-from hone.langgraph import init_chat_model, wrap_rollout
-from hone.rewards import ruler_score_group
-from hone.serverless.backend import ServerlessBackend
+import hone.art as art
+from hone.art.langgraph import init_chat_model, wrap_rollout
+from hone.art.rewards import ruler_score_group
+from hone.art.serverless.backend import ServerlessBackend
 
 
 @tool

@@ -5,6 +5,7 @@ Out:  what its Backend protocol promises, from a hone server
 
 Those versions of ART ship no HTTP client: their users write `backend = ArtBackend(URL)` and keep
 the rest of the script. This module does not import `art`; it reads its objects by their fields.
+`Backend`, the protocol of hone's own backends, is here too: ART has `art.backend.Backend`.
 """
 
 import json
@@ -12,15 +13,17 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hone.backends.base import TrainResult
+from hone.backends.base import Backend, TrainResult
 from hone.backends.remote import RemoteBackend
-from hone.dev import engine_fields
 from hone.errors import NotInThisVersion
 from hone.metric_names import ART_NAMES
 from hone.model import TrainableModel
+from hone.options import engine_fields
 from hone.train_config import ART_LEARNING_RATE
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import DEFAULT_URL, CheckpointInfo, Failure, stored_name
+
+__all__ = ["ArtBackend", "Backend"]
 
 
 class ArtBackend:

@@ -87,7 +87,7 @@ def init_chat_model(
         from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
-            "hone.langgraph needs LangChain: pip install 'hone-rl[langchain]'"
+            "hone.art.langgraph needs LangChain: pip install 'hone-rl[langchain]'"
         ) from None
     address = {"base_url": trained.inference_base_url, "api_key": trained.inference_api_key}
     defaults = {"temperature": 1.0, "timeout": TIMEOUT_S}

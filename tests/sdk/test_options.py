@@ -1,0 +1,65 @@
+"""ART's options of a training call as keys of TrainConfig: honoured, refused or without effect."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from hone import RemoteBackend, TrainableModel, options
+from hone.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("written", "keys"),
+    [
+        ({"loss_fn": "cispo"}, {"loss": "cispo"}),
+        ({"loss_fn": "ppo", "epsilon": 0.1}, {"loss": "grpo", "epsilon": 0.1}),
+        ({"ppo": False}, {"loss": "cispo"}),
+        ({"normalize_advantages": False}, {"scale_rewards": False}),
+        ({"normalize_advantages": True}, {}),
+        ({"normalize_advantages": True, "scale_rewards": False}, {"scale_rewards": False}),
+        ({"truncated_importance_sampling": 3.0}, {"importance_cap": 3.0}),
+        ({"truncated_importance_sampling": None}, {"importance_cap": None}),
+        ({"packed_sequence_length": 4096}, {"row_tokens": 4096}),
+        ({"precalculate_logprobs": True, "logprob_calculation_chunk_size": 512}, {}),
+        ({"adam_params": None, "epsilon": None, "kl_penalty_coef": 0.1}, {"kl_penalty_coef": 0.1}),
+    ],
+)
+def test_options_of_a_training_call(written: dict[str, Any], keys: dict[str, Any]):
+    assert options.train_keys(written) == keys
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"adam_params": {"lr": 1}}, "AdamW always uses betas 0.9 and 0.99"),
+        ({"advantage_balance": 0.5}, "leave it out or send 0. Positive and negative"),
+        ({"allow_training_without_logprobs": True}, "train_sft to train on text"),
+        ({"kl_ref_adapter_path": "x"}, "is the base model"),
+        ({"importance_sampling_level": "sequence"}, "set epsilon and epsilon_high"),
+        ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
+        ({"loss_fn": "cispo", "ppo": True}, "contradicts loss='cispo'; write one of the two"),
+        ({"loss_fn": "ppo", "loss": "dapo"}, "(loss_fn='ppo') is loss='grpo', which contradicts"),
+        ({"normalize_advantages": False, "scale_rewards": True}, "contradicts scale_rewards=True"),
+    ],
+)
+async def test_options_that_hone_refuses(written: dict[str, Any], message: str):
+    model = TrainableModel(name="a", base_model="b")
+    model._backend = RemoteBackend("http://127.0.0.1:1")  # nothing is sent
+    with pytest.raises(ConfigError) as caught:
+        await model.train([], _config=written)
+    assert message in str(caught.value)
+
+
+def test_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
+    options._log_no_effect.cache_clear()
+    with caplog.at_level(logging.INFO, logger="hone"):
+        for _ in range(2):
+            options.train_keys(
+                {"precalculate_logprobs": True, "logprob_calculation_chunk_size": 512}
+            )
+        options.train_keys({"precalculate_logprobs": False, "logprob_calculation_chunk_size": 1024})
+    assert sorted(record.message.partition(":")[0] for record in caplog.records) == [
+        "train(logprob_calculation_chunk_size) has no effect",
+        "train(precalculate_logprobs) has no effect",
+    ]
