@@ -13,9 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 
-import hone
-
-_OWN = os.path.dirname(os.path.abspath(hone.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = tuple(os.path.realpath(sysconfig.get_path(n)) + os.sep for n in ("stdlib", "platstdlib"))
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|node_modules)[/\\]")
 _PYTHON_LIBRARY = re.compile(r"[/\\]lib[/\\]python3\.\d+[/\\]")
