@@ -24,9 +24,9 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
-from hone.finetune.journal import run_recorded
 from hone.finetune.records import trajectory_of
 from hone.finetune.resume import known_rollouts
+from hone.finetune.rollouts import run_recorded
 from hone.inference.base import (
     AdapterRef,
     Delta,

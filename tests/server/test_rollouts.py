@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.chat.bridge import Reason
-from hone.finetune.journal import rollout_id
+from hone.finetune.rollouts import rollout_id
 from hone.server import conversations
 from hone.server.conversations import request_seed
 from hone.store.calls import CallStore

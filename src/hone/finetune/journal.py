@@ -15,7 +15,7 @@ and indexed; later ones are added to the index.
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,23 +26,14 @@ from pydantic_core import from_json, to_json
 from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.event_log import FILE as EVENTS
-from hone.event_log import IDS, EventLog, first_error
+from hone.event_log import IDS, first_error
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import event_fields, trajectory_of, without_secrets
+from hone.finetune.records import trajectory_of
 from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.redact import redact_json
-from hone.rollout_record import (
-    EVALUATOR,
-    FailureRecord,
-    RolloutRecord,
-    Split,
-    at_close,
-    file_name,
-)
+from hone.rollout_record import RolloutRecord, Split, at_close, file_name
 from hone.types import Strict
-from hone.wire.rollout import ATTEMPT
-from hone.workflow.outside import MODEL_NAME
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
@@ -250,67 +241,6 @@ def check_free(directory: Path) -> None:
     process = holder(directory / LOCK_FILE)
     if process is not None:
         raise in_use(directory, process, command=COMMAND, key=KEY)
-
-
-# ---- one rollout --------------------------------------------------------------------------------
-
-
-async def run_recorded(
-    run: Callable[[str], Awaitable[RolloutRecord]],
-    run_id: str,
-    *,
-    journal: Journal | None,
-    events: EventLog | None,
-    retries: int,
-    **place: Any,
-) -> RolloutRecord:
-    """Run a rollout, retry infrastructure failures, and write its event and its record.
-
-    The record has the failures of all attempts.
-
-    `place`: arguments of `rollout_id` besides the run and the retry.
-    """
-    record = await run(rollout_id(run_id, **place))
-    failed: list[FailureRecord] = []
-    for retry in range(1, retries + 1):
-        failure = record.failure
-        # Running the agent again fixes neither an evaluator nor a name.
-        if not failure or failure.kind == "policy" or failure.reason in (EVALUATOR, MODEL_NAME):
-            break
-        failed.append(failure)
-        record = await run(rollout_id(run_id, **place, retry=retry))
-    if failed:
-        record = record.model_copy(update={"retries": failed})
-    # Here and not in the journal: what is trained and submitted must equal what a resumed run reads.
-    record = without_secrets(record)
-    # The event first: after a kill in between, the rollout is run again and the later event counts.
-    # In the opposite order, a resumed run would lack the event.
-    if events is not None:
-        events.append("rollout", **event_fields(record))
-    if journal is not None:
-        journal.add(record)
-    return record
-
-
-def rollout_id(
-    run_id: str,
-    *,
-    epoch: int,
-    round: int = 0,
-    item: int,
-    generation: int,
-    session: int,
-    retry: int = 0,
-    split: Split = "train",
-) -> str:
-    """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
-
-    The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
-    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
-    """
-    first = {"train": "", "val": "v", "final": "f"}[split]
-    again = f".{retry}" if retry else ""
-    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}{ATTEMPT}{session}{again}"
 
 
 # ---- one run a directory ------------------------------------------------------------------------

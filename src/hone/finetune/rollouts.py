@@ -29,12 +29,14 @@ from hone.evaluation.results import ItemResult
 from hone.evaluation.run import Evaluation
 from hone.event_log import EventLog
 from hone.finetune.calls import EVALUATION
-from hone.finetune.journal import Journal, run_recorded
-from hone.finetune.records import record_of
+from hone.finetune.journal import Journal
+from hone.finetune.records import event_fields, record_of, without_secrets
 from hone.redact import redact_json
-from hone.rollout_record import RolloutRecord, Split, at_close
+from hone.rollout_record import EVALUATOR, FailureRecord, RolloutRecord, Split, at_close
+from hone.wire.rollout import ATTEMPT
 from hone.workflow.failure import answered_by_policy
 from hone.workflow.jsonable import dumps, plain
+from hone.workflow.outside import MODEL_NAME
 from hone.workflow.run import RolloutResult
 
 Finish = Callable[[RolloutRecord, ItemResult], Awaitable[RolloutRecord]]
@@ -199,6 +201,70 @@ class Rollouts:
             "is_whole": shown == [output, steps],
         }
         append_lines(self._unscored, dumps(line).encode("utf-8", "replace") + b"\n")
+
+
+# ---- one rollout --------------------------------------------------------------------------------
+
+
+async def run_recorded(
+    run: Callable[[str], Awaitable[RolloutRecord]],
+    run_id: str,
+    *,
+    journal: Journal | None,
+    events: EventLog | None,
+    retries: int,
+    **place: Any,
+) -> RolloutRecord:
+    """Run a rollout, retry infrastructure failures, and write its event and its record.
+
+    The record has the failures of all attempts.
+
+    `place`: arguments of `rollout_id` besides the run and the retry.
+    """
+    record = await run(rollout_id(run_id, **place))
+    failed: list[FailureRecord] = []
+    for retry in range(1, retries + 1):
+        failure = record.failure
+        # Running the agent again fixes neither an evaluator nor a name.
+        if not failure or failure.kind == "policy" or failure.reason in (EVALUATOR, MODEL_NAME):
+            break
+        failed.append(failure)
+        record = await run(rollout_id(run_id, **place, retry=retry))
+    if failed:
+        record = record.model_copy(update={"retries": failed})
+    # Here and not in the journal: what is trained and submitted must equal what a resumed run reads.
+    record = without_secrets(record)
+    # The event first: after a kill in between, the rollout is run again and the later event counts.
+    # In the opposite order, a resumed run would lack the event.
+    if events is not None:
+        events.append("rollout", **event_fields(record))
+    if journal is not None:
+        journal.add(record)
+    return record
+
+
+def rollout_id(
+    run_id: str,
+    *,
+    epoch: int,
+    round: int = 0,
+    item: int,
+    generation: int,
+    session: int,
+    retry: int = 0,
+    split: Split = "train",
+) -> str:
+    """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
+
+    The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
+    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
+    """
+    first = {"train": "", "val": "v", "final": "f"}[split]
+    again = f".{retry}" if retry else ""
+    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}{ATTEMPT}{session}{again}"
+
+
+# ---- rollouts that have ended and wait for their group ------------------------------------------
 
 
 def _read(

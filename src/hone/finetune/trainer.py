@@ -37,16 +37,15 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import (
+from hone.finetune.curriculum import num_flat, round_metrics
+from hone.finetune.journal import Journal, Submission
+from hone.finetune.resume import RoundPlan, RunState
+from hone.finetune.round_failures import (
     crash_error,
     crashed_at_one_line,
     infrastructure_error,
-    num_flat,
     policy_warning,
-    round_metrics,
 )
-from hone.finetune.journal import Journal, Submission
-from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.writer import Files

@@ -24,11 +24,11 @@ from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
 from hone.finetune.base import TrainerAdapter
-from hone.finetune.curriculum import crash_warning, infrastructure_error
 from hone.finetune.journal import Journal
 from hone.finetune.records import reward_or_substitute
 from hone.finetune.resume import RunState
 from hone.finetune.rollouts import Rollouts
+from hone.finetune.round_failures import crash_warning, infrastructure_error
 from hone.report.comparison import to_compare
 from hone.report.history import Validation
 from hone.report.text import counted, failed
