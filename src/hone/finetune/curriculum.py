@@ -278,8 +278,6 @@ def group_by_example(
     by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
     for record in records:
         if record.is_trained:
-            counted = reward_that_counts(record, failure_reward)
-            record = record.model_copy(update={"reward": counted})
             by_example[record.example].append(record)
         elif record.failure is not None:
             dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
@@ -289,16 +287,14 @@ def group_by_example(
     large = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
     dropped["small_group"] = sum(map(len, by_example.values())) - sum(map(len, large))
     shaped = any(record.shaped_rewards is not None for group in large for record in group)
-    groups = [[_trajectory(record, shaped) for record in group] for group in large]
+    groups = [
+        [
+            trajectory_of(record, reward_that_counts(record, failure_reward), shaped=shaped)
+            for record in group
+        ]
+        for group in large
+    ]
     return groups, +dropped
-
-
-def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
-    """`shaped`: other rollouts have step values, so calls of a rollout without any count as 0."""
-    trajectory = trajectory_of(record)
-    if shaped and trajectory.shaped_rewards is None:
-        trajectory.shaped_rewards = [0.0] * record.num_trained_calls
-    return trajectory
 
 
 def reward_that_counts(record: RolloutRecord, failure_reward: float) -> float | None:
@@ -322,7 +318,7 @@ def round_metrics(
     Rewards of what was collected are those of all `records` of the round that have one, also of
     rollouts that are not trained; policy failures without a reward count with `failure_reward`.
     """
-    sent = {(t.metadata or {}).get("rollout") for group in collected.trajectories for t in group}
+    sent = {trajectory.rollout for group in collected.trajectories for trajectory in group}
     others = [reward_that_counts(r, failure_reward) for r in records if r.rollout not in sent]
     return {
         **_rewards(collected, "", [reward for reward in others if reward is not None]),

@@ -62,15 +62,6 @@ class RunFile(Strict):
     """The fingerprint: configuration, data and code, which must not change during a run."""
 
 
-@dataclass(frozen=True)
-class Submission:
-    """What is trained in one round, and the numbers of what was collected."""
-
-    collection: TrajectoryCollection
-    collected: dict[str, Any]
-    """The fields of the round's `epoch_collected` event."""
-
-
 class Journal:
     """The directory of one run, locked by this process."""
 
@@ -165,24 +156,31 @@ class Journal:
 
     # ---- submissions ----------------------------------------------------------------------
 
-    def note_submission(self, epoch: int, round: int, submission: Submission) -> None:
-        """Write a submission atomically, before it is sent."""
-        path, sent = self._submission(epoch, round), submission.collection
+    def note_submission(
+        self, epoch: int, round: int, sent: TrajectoryCollection, collected: Mapping[str, Any]
+    ) -> None:
+        """Write a submission atomically, before it is sent.
+
+        `collected`: the fields of the round's `epoch_collected` event.
+        """
+        path = self._submission(epoch, round)
         known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
-        collected = redact_json(submission.collected, keep=IDS)
-        file = {"collected": collected, **sent.model_dump(exclude={"trajectories"})}
+        numbers = redact_json(dict(collected), keep=IDS)
+        file = {"collected": numbers, **sent.model_dump(exclude={"trajectories"})}
         write_atomic(path, to_json(file | {"groups": groups}))
 
-    def submitted(self, epoch: int, round: int) -> Submission | None:
-        """The submission of a round; None if the round has none yet."""
+    def submitted(
+        self, epoch: int, round: int
+    ) -> tuple[TrajectoryCollection, dict[str, Any]] | None:
+        """What a round submitted, and what it collected; None if it has submitted nothing yet."""
         path = self._submission(epoch, round)
         try:
             file = from_json(path.read_bytes())
             known = {record.rollout: record for record in self.records("train", epoch, round)}
             groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
             sent = {name: file[name] for name in ("run_id", "metadata")} | {"trajectories": groups}
-            return Submission(TrajectoryCollection.model_validate(sent), file["collected"])
+            return TrajectoryCollection.model_validate(sent), file["collected"]
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -283,21 +281,19 @@ def _locked(directory: Path) -> LockFile:
 
 def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> dict[str, Any]:
     """A reference to a rollout in the journal; a trajectory with other text is written whole."""
-    rollout = (trajectory.metadata or {}).get("rollout")
-    record, text = known.get(rollout or ""), vars(trajectory).get("episode")
+    record, text = known.get(trajectory.rollout), vars(trajectory).get("episode")
     if record is None or text not in (None, record.episode):
         return trajectory.model_dump(mode="json")
-    fields = {"reward", "shaped_rewards"}
-    if trajectory.metadata != trajectory_of(record).metadata:
-        fields.add("metadata")  # a plugin changed it
-    return {"rollout": rollout, **trajectory.model_dump(include=fields)}
+    fields, own = {"rollout", "reward", "shaped_rewards"}, trajectory_of(record)
+    changed = ("trained_calls", "metadata")  # a plugin may have changed them
+    fields |= {name for name in changed if getattr(trajectory, name) != getattr(own, name)}
+    return trajectory.model_dump(include=fields)
 
 
 def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
-    if "rollout" not in one:
+    if "episode" in one:
         return one
-    update = {key: value for key, value in one.items() if key != "rollout"}
-    return trajectory_of(known[one["rollout"]]).model_copy(update=update)
+    return trajectory_of(known[one["rollout"]]).model_copy(update=one)
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:
