@@ -47,13 +47,13 @@ async def test_groups_by_example_with_what_the_server_recorded(
         assert [len(group) for group in collection.trajectories] == [3, 3]
         first = collection.trajectories[0][1]
         details = metadata(first)
-        assert details["rollout"] == f"{w.run_id}:4.1.0.1~2"
+        assert first.rollout == f"{w.run_id}:4.1.0.1~2"
         assert {k: details[k] for k in ("id", "run_id", "epoch", "round", "generation")} == {
             "id": "e0", "run_id": w.run_id, "epoch": 4, "round": 1, "generation": 1,
         }  # fmt: skip
         assert details["reasoning"] == {"why": "length"}
-        [recorded] = await w.adapter.recorded(details["rollout"])
-        assert details["calls"] == [recorded.id]
+        [recorded] = await w.adapter.recorded(first.rollout)
+        assert first.trained_calls == [recorded.id]
         question, answer = first.episode
         assert isinstance(question, EpisodeItem) and isinstance(answer, EpisodeItem)
         assert (question.role, question.content) == (USER, "one")

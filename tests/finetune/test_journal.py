@@ -304,6 +304,7 @@ def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Pa
         journal.add(trained("b"))
         trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         metadata = trajectories[0].metadata = {**(trajectories[0].metadata or {}), "level": 3}
+        trajectories[1].trained_calls = []
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
         journal.note_submission(0, 0, sent, {"metrics": {}})
     with Journal.open(tmp_path, FACTS) as journal:
@@ -311,6 +312,7 @@ def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Pa
         assert noted is not None
         assert noted[0].trajectories[0][0].metadata == metadata
         assert noted[0].trajectories[0][1].metadata == trajectories[1].metadata
+        assert noted[0].trajectories[0][1].trained_calls == []
 
 
 def test_a_round_costs_the_same_however_many_were_before_it(
