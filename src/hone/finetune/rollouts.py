@@ -1,12 +1,13 @@
 """Run the rollouts of one round, or of one validation: each is run, scored and recorded once.
 
-In:   an Evaluation, the examples and generations to run, the rollouts that are known already
+In:   an Evaluation, the round that is requested, the generations, the rollouts that are known already
 Out:  a RolloutRecord for each, in the journal and in the events
       unscored/epoch_NNN.jsonl: rollouts that have ended, until their whole group has rewards
 
-Some rewards compare the rollouts of an example. Such a rollout enters the journal once it has a
-reward, which requires the whole group. Until then it is in the unscored file, so that a killed run
-does not sample it again.
+A rollout that the infrastructure failed is run again, `rollout_retries` times at most. Some rewards
+compare the rollouts of an example. Such a rollout enters the journal once it has a reward, which
+requires the whole group. Until then it is in the unscored file, so that a killed run does not sample
+it again.
 """
 
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
