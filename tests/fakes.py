@@ -16,6 +16,7 @@ from typing import Any
 from hone.config.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from hone.errors import EngineError, EngineFailed
 from hone.finetune.base import (
+    RoundRequest,
     TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
@@ -24,9 +25,9 @@ from hone.finetune.base import (
     TrajectoryCollection,
 )
 from hone.finetune.base import Trajectory as HarnessTrajectory
-from hone.finetune.journal import run_recorded
-from hone.finetune.records import trajectory_of
+from hone.finetune.records import Place, trajectory_of
 from hone.finetune.resume import known_rollouts
+from hone.finetune.rollouts import run_recorded
 from hone.inference.base import (
     AdapterRef,
     Delta,
@@ -276,29 +277,22 @@ class ScriptedBuilder(TrajectoryBuilder):
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         assert meta is not None
-        journal, epoch, round = meta["journal"], meta["epoch"], meta["round"]
+        request = RoundRequest.of(run_id, meta)
+        assert request.journal is not None and request.items is not None
+        epoch, round, failed = request.epoch, request.round, request.failed_before
         generations = range(self.num_generations or 1)
-        wanted = [(item.id, k) for item in meta["items"] for k in generations]
-        failed = meta.get("failed_before", True)
-        known = known_rollouts(journal, epoch, round, wanted, smallest=1, failed_before=failed)
+        wanted = [(item.id, k) for item in request.items for k in generations]
+        known = known_rollouts(
+            request.journal, epoch, round, wanted, smallest=1, failed_before=failed
+        )
         self._records = []
-        for item in meta["items"]:
+        for number, item in enumerate(request.items):
             for generation in generations:
                 record = known.get((item.id, generation))
                 if record is None:
                     run = partial(self._rollout, epoch, round, item.id, generation)
-                    record = await run_recorded(
-                        run,
-                        run_id,
-                        journal=journal,
-                        events=meta["events"],
-                        retries=0,
-                        epoch=epoch,
-                        round=round,
-                        item=meta["items"].index(item),
-                        generation=generation,
-                        session=meta["session"],
-                    )
+                    place = Place("train", epoch, round, generation)
+                    record = await run_recorded(run, request, place, item=number, retries=0)
                 self._records.append(record)
 
     async def _rollout(

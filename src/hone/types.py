@@ -353,12 +353,10 @@ class RunSpec(Strict):
         return self
 
 
-class RecordedCall(Strict):
-    """A call as the server recorded it, with its messages."""
+class _Recorded(Strict):
+    """What the two forms of a recorded call share."""
 
     id: str
-    rollout: str
-    """Empty for a call outside any rollout."""
     index: int
     """Its index among the rollout's requests."""
     choice: int = 0
@@ -367,6 +365,21 @@ class RecordedCall(Strict):
     requested_model: str
     """The model name of the request."""
     base_model: str
+    finish: str
+    abandoned: bool = False
+    """The client disconnected before the last byte; never labelled."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
+        return names_fixed_step(self.requested_model)
+
+
+class RecordedCall(_Recorded):
+    """A call as the server recorded it, with its messages and tokens."""
+
+    rollout: str
+    """Empty for a call outside any rollout."""
     adapter_sha256: str | None
     fingerprint: str
     """WEIGHTS-TOKENIZER-TEMPLATE-ARGUMENTS-DATE: the first digits of the hash of each."""
@@ -377,7 +390,6 @@ class RecordedCall(Strict):
     request_fields: dict[str, Any] | None = None
     """Fields of a /v1/responses request, while that response is stored; None in other dialects."""
     reply: dict[str, Any]
-    finish: str
     outcome: str = "first"
     """first, bridged, re-rendered or branched."""
     reasons: list[str] = []
@@ -385,34 +397,15 @@ class RecordedCall(Strict):
     """Id of the call whose prompt and completion ids a bridged prompt begins with."""
     malformed: list[str] = []
     """Tool calls and reasoning in the answer that do not parse, one sentence each."""
-    abandoned: bool = False
-    """The client disconnected before the last byte; never labelled."""
     held_s: float = 0.0
     """How long the server held the request before its engine got it: while serving was paused for
     training, or engine or adapter were loaded. Choices of one request have the same value."""
     call: Call
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never labelled."""
-        return names_fixed_step(self.requested_model)
 
-
-class CallSummary(Strict):
+class CallSummary(_Recorded):
     """A recorded call without its text and tokens: what decides whether it is trained."""
 
-    id: str
-    index: int
-    """Its index among the rollout's requests."""
-    choice: int = 0
-    model: str
-    """PROJECT/NAME, or the base model's name."""
-    requested_model: str
-    """The model name of the request."""
-    base_model: str
-    finish: str
-    abandoned: bool = False
-    """The client disconnected before the last byte."""
     function: str = ""
     """Path of the function that made the call."""
     temperature: float
@@ -428,10 +421,7 @@ class CallSummary(Strict):
     @classmethod
     def of(cls, one: RecordedCall) -> Self:
         """The summary of a recorded call."""
-        fields = one.model_dump(
-            include={"id", "index", "choice", "model", "requested_model", "base_model"}
-            | {"finish", "abandoned"}
-        )
+        fields = one.model_dump(include=set(_Recorded.model_fields))
         fields |= one.call.model_dump(include={"function", "temperature", "step"})
         return cls.with_tokens(fields, one.call.completion_ids, one.call.logprobs)
 
@@ -446,8 +436,3 @@ class CallSummary(Strict):
             logprob=None if logprobs is None else sum(logprobs),
             tokens_sha256=hashlib.sha256(repr(sampled).encode()).hexdigest(),
         )
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether it named a fixed step, as NAME@0 or NAME@best; such a call is never trained."""
-        return names_fixed_step(self.requested_model)

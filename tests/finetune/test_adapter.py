@@ -236,7 +236,7 @@ async def test_calls_that_are_not_named_are_context(server: LocalBackend, tiny_m
         collection = await collected(adapter, run_id)
         for trajectory in collection.trajectories[0]:
             assert trajectory.metadata is not None
-            await rollout(adapter, trajectory.metadata["rollout"])  # a second call, not a target
+            await rollout(adapter, trajectory.rollout)  # a second call, not a target
         ref = await adapter.submit(collection)
         outcome = (await adapter.wait_until_complete(ref)).metadata or {}
     assert outcome["counts"]["by_rollout"] == 2

@@ -8,12 +8,13 @@ from pydantic import ValidationError
 from hone.config.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from hone.config.schema import FinetuneConfig, RewardFunctionConfig
 from hone.errors import ConfigError, NotInThisVersion
-from hone.evaluation.base import EvalInput, EvalOutput, EvalOutputItem
+from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from hone.evaluation.run import EvaluationRunOutput
 from hone.finetune.base import (
     DPOItem,
     EpisodeItem,
     EpisodeItemRole,
+    RoundRequest,
     Trainer,
     TrainerAdapter,
     TrainingJobRef,
@@ -181,6 +182,16 @@ def test_validation_averages_what_was_scored_and_counts_the_rest():
         "num_examples": 2,
         "failures": 1,
     }
+
+
+def test_a_builder_of_any_package_gets_the_round_as_a_dict():
+    items = [EvalInputItem(id="a", input_obj="x")]
+    request = RoundRequest("r", epoch=3, round=1, items=items, session=2, failure_reward=-1.0)
+    assert request.meta["items"] is items and request.meta["failure_reward"] == -1.0
+    assert RoundRequest.of("r", request.meta) == request
+    # A trainer of another package names some of them, and may have keys of its own.
+    assert RoundRequest.of("r", {"epoch": 3, "own": 1}) == RoundRequest("r", epoch=3)
+    assert RoundRequest.of("r", None) == RoundRequest("r")
 
 
 async def test_a_missing_score_is_no_reward():

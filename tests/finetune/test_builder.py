@@ -47,20 +47,20 @@ async def test_groups_by_example_with_what_the_server_recorded(
         assert [len(group) for group in collection.trajectories] == [3, 3]
         first = collection.trajectories[0][1]
         details = metadata(first)
-        assert details["rollout"] == f"{w.run_id}:4.1.0.1~2"
+        assert first.rollout == f"{w.run_id}:4.1.0.1~2"
         assert {k: details[k] for k in ("id", "run_id", "epoch", "round", "generation")} == {
             "id": "e0", "run_id": w.run_id, "epoch": 4, "round": 1, "generation": 1,
         }  # fmt: skip
         assert details["reasoning"] == {"why": "length"}
-        [recorded] = await w.adapter.recorded(details["rollout"])
-        assert details["calls"] == [recorded.id]
+        [recorded] = await w.adapter.recorded(first.rollout)
+        assert first.trained_calls == [recorded.id]
         question, answer = first.episode
         assert isinstance(question, EpisodeItem) and isinstance(answer, EpisodeItem)
         assert (question.role, question.content) == (USER, "one")
         assert (answer.role, answer.content) == (ASSISTANT, recorded.reply["content"])
         assert answer.logprobs == {}, "the server has them"
         assert first.reward == len(answer.content)
-        assert len({metadata(t)["rollout"] for g in collection.trajectories for t in g}) == 6
+        assert len({t.rollout for g in collection.trajectories for t in g}) == 6
         assert w.builder.dropped == Counter()
         told_events = read(tmp_path / "events.jsonl")
         assert [e.type for e in told_events] == ["rollout"] * 6
@@ -200,9 +200,9 @@ async def test_only_calls_of_the_target_functions_are_trained(
         for trajectory in collection.trajectories[0]:
             talks = conversations(trajectory)
             assert [talk[0].content for talk in talks] == [f"{word} x" for word in prompts]
-            recorded = await w.adapter.recorded(metadata(trajectory)["rollout"])
+            recorded = await w.adapter.recorded(trajectory.rollout)
             trained = [c.id for c in recorded if c.messages[0]["content"].split()[0] in prompts]  # pyright: ignore[reportOptionalSubscript]
-            assert metadata(trajectory)["calls"] == trained
+            assert trajectory.trained_calls == trained
         assert w.builder.dropped == ({"call/not_target_function": 2 * left} if left else {})
         ref = await w.adapter.submit(collection)
         details = (await w.adapter.wait_until_complete(ref)).metadata or {}
@@ -250,7 +250,7 @@ async def test_calls_to_other_models_are_context(server: LocalBackend, tiny_mode
 
         w.bind(agent, ["x"])
         [group] = (await w.collect()).trajectories
-        assert [len(metadata(t)["calls"]) for t in group] == [1, 1]
+        assert [len(t.trained_calls or ()) for t in group] == [1, 1]
         assert w.builder.dropped == {"call/other_model": 2, "call/greedy": 2}
 
 
@@ -277,7 +277,7 @@ async def test_turns_extend_a_conversation_and_a_new_prompt_begins_another(
             roles = [item.role.value for item in first]
             assert roles == ["system", "user", "assistant", "user", "assistant"]
             assert [item.role.value for item in second] == ["user", "assistant"]
-            assert len(metadata(trajectory)["calls"]) == 3
+            assert len(trajectory.trained_calls or ()) == 3
 
 
 async def test_a_step_s_value_belongs_to_the_last_trained_call_before_it(

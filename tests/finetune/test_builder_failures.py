@@ -43,7 +43,7 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
         collection = await w.collect()
         # `once` fails one of its two generations; the second try has a rollout id of its own.
         assert tried == {"fine": 2, "once": 3, "always": 4}
-        rollouts = [metadata(t)["rollout"] for t in collection.trajectories[1]]
+        rollouts = [t.rollout for t in collection.trajectories[1]]
         assert sorted(id.rpartition("~")[2] for id in rollouts) == ["1", "1.1"]
         assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
         assert w.builder.dropped == {"infrastructure/connection": 2}
@@ -92,7 +92,7 @@ async def test_an_evaluator_that_raises_on_one_output_only_is_the_policys_failur
         assert [metadata(g[0])["id"] for g in collection.trajectories] == ["e0", "e1"]
         # Lengths are positive, so the smaller of 0 and the lowest reward is 0.
         assert [t.reward for t in collection.trajectories[1]] == [0.0, 0.0]
-        assert all(len(metadata(t)["calls"]) == 1 for t in collection.trajectories[1])
+        assert all(len(t.trained_calls or ()) == 1 for t in collection.trajectories[1])
         assert w.builder.dropped == {} and w.builder.failure_reward == 0.0
         assert w.ran == {"one": 2, "two": 2}
 
@@ -127,7 +127,7 @@ async def test_failures_of_the_policy(server: LocalBackend, tiny_model: Path, po
             [group] = collection.trajectories
             lowest = 0.0 if policy == "lowest" else -1.0
             assert sorted(t.reward for t in group)[0] == lowest == w.builder.failure_reward
-            assert all(len(metadata(t)["calls"]) == 1 for t in group)
+            assert all(len(t.trained_calls or ()) == 1 for t in group)
 
 
 async def test_a_server_that_cannot_be_asked_is_a_failure_of_the_world(
@@ -202,7 +202,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
             _ = second.trajectories[0][0].episode
         await w.builder.load_episodes(second)
         assert second.trajectories[0] == first.trajectories[0]
-        assert [metadata(t)["rollout"][-2:] for t in second.trajectories[1]] == ["~2", "~2"]
+        assert [t.rollout[-2:] for t in second.trajectories[1]] == ["~2", "~2"]
         with Journal.open(tmp_path, facts) as journal:
             meta = {"epoch": 0, "round": 0, "journal": journal, "session": journal.session}
             third = await w.collect(meta)
@@ -211,7 +211,7 @@ async def test_rollouts_in_the_journal_are_not_run_again(
         await w.builder.load_episodes(third)
         assert third == second
         assert w.ran == {"one": 4, "two": 6}
-        assert metadata(other.trajectories[0][0])["rollout"].startswith(f"{w.run_id}:0.1.0.")
+        assert other.trajectories[0][0].rollout.startswith(f"{w.run_id}:0.1.0.")
 
 
 async def test_rollouts_that_gave_nothing_are_not_run_again_and_say_why_again(
@@ -258,7 +258,7 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
         # The second rollout of "one" ended well, but a group of one teaches nothing.
         assert w.ran == {"one": 3, "two": 4}
         assert [len(group) for group in collection.trajectories] == [2, 2]
-        first = [metadata(t)["rollout"] for t in collection.trajectories[0]]
+        first = [t.rollout for t in collection.trajectories[0]]
         assert [id.rpartition("~")[2] for id in first] == ["2", "1"]
 
 

@@ -138,9 +138,7 @@ async def test_a_killed_round_goes_on_with_what_had_ended(
             assert len(first) == 2 and all(r.calls == 1 for r in journal.records("train", 2))
             rewards = {r.rollout: r.reward for r in journal.records("train", 2)}
             again = await w.collect(meta)
-            assert {
-                metadata(t)["rollout"]: t.reward for g in again.trajectories for t in g
-            } == rewards
+            assert {t.rollout: t.reward for g in again.trajectories for t in g} == rewards
             assert len(requests.bodies) == 2, "a scored group is not judged again"
 
 

@@ -16,7 +16,7 @@ from hone.finetune.base import (
     Trajectory,
     TrajectoryCollection,
 )
-from hone.finetune.journal import Journal, Start, Submission, plan_start
+from hone.finetune.journal import Journal, Start, plan_start
 from hone.finetune.records import trajectory_of
 from hone.rollout_record import FailureRecord, RolloutRecord
 
@@ -104,19 +104,18 @@ def test_a_bad_line_elsewhere_is_an_error_with_its_place(tmp_path: Path):
 
 def test_a_submission_is_the_same_after_a_restart(tmp_path: Path):
     item = EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="x", logprobs={})
-    trajectory = Trajectory(episode=[item], reward=0.1 + 0.2, metadata={"calls": ["c1"]})
+    trajectory = Trajectory(episode=[item], reward=0.1 + 0.2, trained_calls=["c1"])
     collection = TrajectoryCollection(
         trajectories=[[trajectory]], run_id="r", metadata={"epoch": 3}
     )
     # Ids of examples, which look like secrets.
     curriculum = {"history": {"sk-task-000000000001": {"epoch": 3, "excluded": True}}}
     collected = {"metrics": {"avg_reward": 0.3}, "curriculum": curriculum}
-    noted = Submission(collection=collection, collected=collected)
     with Journal.open(tmp_path, FACTS) as journal:
         assert journal.submitted(3, 1) is None
-        journal.note_submission(3, 1, noted)
+        journal.note_submission(3, 1, collection, collected)
     with Journal.open(tmp_path, FACTS) as journal:
-        assert journal.submitted(3, 1) == noted
+        assert journal.submitted(3, 1) == (collection, collected)
         assert journal.submitted(3, 0) is None
         for damaged in ("{", "[]", '{"groups": [[1]], "run_id": "r"}'):
             (tmp_path / "submissions" / "003_001.json").write_text(damaged)
@@ -259,7 +258,7 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
         trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         trajectories[0].shaped_rewards = [0.0]
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r", metadata={"epoch": 0})
-        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+        journal.note_submission(0, 0, sent, {"metrics": {}})
     file = json.loads((tmp_path / "submissions" / "000_000.json").read_text())
     assert file["groups"] == [
         [
@@ -269,8 +268,8 @@ def test_a_submission_names_rollouts_and_holds_no_text(tmp_path: Path):
     ]
     with Journal.open(tmp_path, FACTS) as journal:
         noted = journal.submitted(0, 0)
-        assert noted is not None and noted.collection.metadata == {"epoch": 0}
-        [first, second] = noted.collection.trajectories[0]
+        assert noted is not None and noted[0].metadata == {"epoch": 0}
+        [first, second] = noted[0].trajectories[0]
         assert first.metadata == trajectories[0].metadata and first.shaped_rewards == [0.0]
         assert second == trajectories[1]  # its text is in the journal, as no server has it
         (tmp_path / "trajectories" / "epoch_000.jsonl").write_text("")
@@ -292,10 +291,10 @@ def test_a_text_that_a_plugin_wrote_is_the_same_after_a_restart(tmp_path: Path):
         for trajectory in trajectories:
             trajectory.episode = edited
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
-        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+        journal.note_submission(0, 0, sent, {"metrics": {}})
     with Journal.open(tmp_path, FACTS) as journal:
         noted = journal.submitted(0, 0)
-        assert noted is not None and noted.collection == sent
+        assert noted is not None and noted[0] == sent
 
 
 def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Path):
@@ -305,13 +304,15 @@ def test_metadata_that_a_plugin_changed_is_the_same_after_a_restart(tmp_path: Pa
         journal.add(trained("b"))
         trajectories = [trajectory_of(one) for one in journal.records("train", 0)]
         metadata = trajectories[0].metadata = {**(trajectories[0].metadata or {}), "level": 3}
+        trajectories[1].trained_calls = []
         sent = TrajectoryCollection(trajectories=[trajectories], run_id="r")
-        journal.note_submission(0, 0, Submission(sent, {"metrics": {}}))
+        journal.note_submission(0, 0, sent, {"metrics": {}})
     with Journal.open(tmp_path, FACTS) as journal:
         noted = journal.submitted(0, 0)
         assert noted is not None
-        assert noted.collection.trajectories[0][0].metadata == metadata
-        assert noted.collection.trajectories[0][1].metadata == trajectories[1].metadata
+        assert noted[0].trajectories[0][0].metadata == metadata
+        assert noted[0].trajectories[0][1].metadata == trajectories[1].metadata
+        assert noted[0].trajectories[0][1].trained_calls == []
 
 
 def test_a_round_costs_the_same_however_many_were_before_it(
@@ -334,5 +335,5 @@ def test_a_round_costs_the_same_however_many_were_before_it(
                     [trajectory_of(one) for one in journal.records("train", epoch, round)]
                 ]
                 sent = TrajectoryCollection(trajectories=trajectories, run_id="r")
-                journal.note_submission(epoch, round, Submission(sent, {}))
+                journal.note_submission(epoch, round, sent, {})
                 assert read == []

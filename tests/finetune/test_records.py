@@ -9,7 +9,13 @@ from tests.evaluation.made import call, item, step
 
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
-from hone.finetune.records import append_line, record_of, without_secrets
+from hone.finetune.records import (
+    Place,
+    append_line,
+    record_of,
+    score_of_reward,
+    without_secrets,
+)
 from hone.redact import HIDDEN
 from hone.rollout_record import EpisodeItem, EpisodeItemRole, FailureRecord, RolloutRecord
 from hone.sinks.base import Rollout
@@ -32,8 +38,13 @@ def recorded(output: Any, failure: RolloutFailure | None = None) -> RolloutRecor
         seconds=1.0,
     )
     scores = {} if failure else {"reward": Score(0.5)}
-    result = ItemResult(item(output), ran, scores)
-    return record_of(result, split="train", epoch=0, reward_name="reward")
+    return recorded_as(ItemResult(item(output), ran, scores), Place("train", 0))
+
+
+def recorded_as(result: ItemResult, place: Place, **options: Any) -> RolloutRecord:
+    """The record of a result whose reward is the score of `reward`."""
+    score, why = score_of_reward(result, "reward")
+    return record_of(result, place, reward=score and score.value, failure=why, **options)
 
 
 @pytest.mark.parametrize("output", [HALF, {HALF: HALF}, [1, (HALF,)], object(), float("nan"), None])
@@ -61,14 +72,13 @@ def test_the_first_request_to_the_policy_is_kept_for_one_rollout_of_each_example
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
-    fields: dict[str, Any] = {"epoch": 0, "reward_name": "reward", "split": "val"}
-    first = record_of(result, generation=0, **fields)
+    first = recorded_as(result, Place("val", 0, generation=0))
     assert first.request == {
         "messages": [{"role": "user", "content": "q"}],
         "tools": tools,
         **parameters,
     }
-    assert record_of(result, generation=1, **fields).request is None
+    assert recorded_as(result, Place("val", 0, generation=1)).request is None
 
 
 def test_plain_values_stay_what_they_are():
@@ -88,9 +98,8 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     )
     ran = RolloutResult(id="r", output="", calls=calls, steps=(), failure=None, seconds=1.0)
     result = ItemResult(item(""), ran, {"reward": Score(0.5)})
-    fields: dict[str, Any] = {"epoch": 0, "reward_name": "reward", "split": "val"}
-    assert record_of(result, **fields).model_calls == []
-    record = record_of(result, with_calls=True, **fields)
+    assert recorded_as(result, Place("val", 0)).model_calls == []
+    record = recorded_as(result, Place("val", 0), with_calls=True)
     assert RolloutRecord.model_validate_json(record.model_dump_json()) == record
     assert [c.messages is None for c in record.model_calls] == [True, False, True, False]
     sent = Rollout.model_validate_json(record.model_dump_json())

@@ -26,22 +26,28 @@ def test_a_recorded_rollout_is_sent_by_reference():
         message("assistant", "4", {}),
         reward=0.25,
         id="e7",
-        rollout="run:0.0.0.0~1",
-        calls=["call-1"],
         generation=0,
         reasoning={"not": "a scalar"},
-    ).model_copy(update={"shaped_rewards": [0.5]})
+    ).model_copy(
+        update={
+            "rollout": "run:0.0.0.0~1",
+            "trained_calls": ["call-1"],
+            "shaped_rewards": [0.5],
+        }
+    )
     [group], dropped = sdk_groups(collection([recorded]))
     [sent] = group
     assert (group.example, dropped) == ("e7", {})
     assert (sent.rollout, sent.trained_calls) == ("run:0.0.0.0~1", ["call-1"])
     assert (sent.reward, sent.shaped_rewards) == (0.25, [0.5])
     assert sent.messages_and_choices == []
-    assert sent.metadata == {"id": "e7", "rollout": "run:0.0.0.0~1", "generation": 0}
+    assert sent.metadata == {"id": "e7", "generation": 0}
 
 
 def test_the_order_of_a_recorded_rollout_is_nobody_s_business():
-    odd = trajectory(message("assistant", "a", {}), rollout="r:1", calls=["call-1"])
+    odd = trajectory(message("assistant", "a", {})).model_copy(
+        update={"rollout": "r:1", "trained_calls": ["call-1"]}
+    )
     [group], dropped = sdk_groups(collection([odd]))
     assert (len(group), dropped) == (1, {})
 

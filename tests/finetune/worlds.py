@@ -90,7 +90,9 @@ async def collected(
                 Trajectory(
                     episode=[message("user", "Say a number."), message("assistant", "", {})],
                     reward=float(g),
-                    metadata={"id": f"e{e}", "rollout": id, "calls": [choice.call_id]},
+                    rollout=id,
+                    trained_calls=[choice.call_id],
+                    metadata={"id": f"e{e}"},
                 )
             )
         groups.append(group)

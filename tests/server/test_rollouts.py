@@ -5,6 +5,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.chat.bridge import Reason
-from hone.finetune.journal import rollout_id
+from hone.finetune.records import Place
+from hone.finetune.rollouts import rollout_id
 from hone.server import conversations
 from hone.server.conversations import request_seed
 from hone.store.calls import CallStore
@@ -418,14 +420,21 @@ def test_runs_with_one_seed_draw_alike_and_others_do_not() -> None:
 
 def test_attempts_of_one_rollout_draw_alike_and_other_rollouts_do_not() -> None:
     run = RunSpec(id="art_run_1", seed=3)
-    place: dict[str, Any] = {"epoch": 1, "round": 0, "item": 3, "generation": 2, "session": 1}
+    place = Place("train", epoch=1, round=0, generation=2)
 
-    def seed(**changes: Any) -> int:
-        return request_seed(run, rollout_id(run.id, **place | changes), 0)
+    def seed(where: Place = place, item: int = 3, session: int = 1, retry: int = 0) -> int:
+        id = rollout_id(run.id, where, item=item, session=session, retry=retry)
+        return request_seed(run, id, 0)
 
     assert seed() == seed(session=2) == seed(session=2, retry=1)
-    others = [{"epoch": 2}, {"round": 1}, {"item": 4}, {"generation": 1}, {"split": "val"}]
-    assert len({seed(), *(seed(**other) for other in others)}) == 6
+    changes: list[dict[str, Any]] = [
+        {"epoch": 2},
+        {"round": 1},
+        {"generation": 1},
+        {"split": "val"},
+    ]
+    others = [seed(replace(place, **change)) for change in changes]
+    assert len({seed(), seed(item=4), *others}) == 6
 
 
 def test_requests_that_were_refused_and_sent_again_draw_answers_of_their_own(

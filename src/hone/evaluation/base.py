@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Protocol, Self, runtime_checkable
@@ -125,6 +125,9 @@ class Score:
     reason: str = EVALUATOR
     """Reason under which the failure is counted; another one if the evaluator raised PolicyFailure,
     which says that the model failed."""
+    output: EvalOutputItem | None = field(default=None, compare=False)
+    """What the evaluator returned, with the value as a float; None for a failure. `compute_reward` of
+    a trajectory builder gets it."""
 
     @property
     def blames_policy(self) -> bool:
@@ -346,7 +349,7 @@ def score_of(output: EvalOutputItem) -> Score:
         return Score(None, output.reasoning, failure, output.is_outside)
     number = as_float(output.score)
     if number is not None and math.isfinite(number):
-        return Score(number, output.reasoning)
+        return Score(number, output.reasoning, output=output.model_copy(update={"score": number}))
     message = (
         f"item {output.id!r}: the score is {output.score!r}; return a finite number, such as "
         "float(...)"

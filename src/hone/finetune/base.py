@@ -14,7 +14,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
 
 from hone.capture.base import SeenCall
 from hone.config.base import (
@@ -26,7 +27,7 @@ from hone.config.base import (
 from hone.config.build import Served
 from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, FinetuneRunConfig
 from hone.errors import ConfigError, HoneError, NotInThisVersion
-from hone.evaluation.base import EvalOutputItem
+from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation, EvaluationRunOutput
 from hone.event_log import EventLog
 from hone.finetune.calls import ModelServer, TrainedCalls
@@ -56,6 +57,7 @@ __all__ = [
     "ModelServer",
     "OpenAIMessage",
     "RewardFunctionConfig",
+    "RoundRequest",
     "Trainer",
     "TrainerAdapter",
     "TrainerAdapterConfig",
@@ -80,6 +82,45 @@ class TrialRollouts(Protocol):
     async def select_calls(self, rollout: str, seen: Sequence[SeenCall]) -> TrainedCalls:
         """The rollout's calls that would be trained; `seen` are those that this process made."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """A round to run, as the trainer asks for it: `meta` of a trajectory builder's methods.
+
+    A builder of another package gets it as a dict of these names, and a trainer of another package may
+    leave out any of them.
+    """
+
+    run_id: str
+    epoch: int = 0
+    """Number of the epoch, from 0; in a validation, the epochs of training before it."""
+    round: int = 0
+    """Number of the round in the epoch, from 0."""
+    items: Sequence[EvalInputItem] | None = None
+    """The examples to run; None: all."""
+    journal: Journal | None = None
+    """Has the rollouts that ended in an earlier start, and gets the new ones."""
+    events: EventLog | None = None
+    session: int = 1
+    """Number of starts of the run."""
+    failed_before: bool = True
+    """Whether the epoch failed in an earlier start."""
+    failure_reward: float = 0.0
+    """The run's lowest training reward before this round, 0 at most."""
+    trainer_config: TrainerConfig | None = None
+
+    @classmethod
+    def of(cls, run_id: str, meta: Mapping[str, Any] | None) -> Self:
+        """The request that a trainer passed as `meta`; other keys are its own."""
+        known = {one.name for one in fields(cls)}
+        given = {key: value for key, value in (meta or {}).items() if key in known}
+        return cls(**{**given, "run_id": run_id})
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The request as a builder of any package gets it."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 class TrajectoryBuilder(ABC):
@@ -126,11 +167,7 @@ class TrajectoryBuilder(ABC):
 
     @abstractmethod
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
-        """Start the rollouts.
-
-        `meta` from the built-in trainer: `epoch`, `round`, `run_id`, `items` (the examples to run),
-        `journal`, `session`, `events`, `trainer_config`.
-        """
+        """Start the rollouts. `meta` from the built-in trainer has the fields of a RoundRequest."""
 
     @abstractmethod
     async def finalize(

@@ -16,7 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,11 @@ from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.config.schema import Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
-from hone.evaluation.base import EvalOutputItem, unscored
+from hone.evaluation.base import Score, unscored
 from hone.evaluation.run import ItemResult
 from hone.finetune.base import (
     ModelServer,
+    RoundRequest,
     TrainerAdapter,
     TrajectoryBuilder,
     TrajectoryCollection,
@@ -42,24 +43,28 @@ from hone.finetune.calls import (
     count_unscoped,
     from_recorded,
     from_seen,
-    shaped_rewards,
     unscoped_message,
     with_ids,
 )
 from hone.finetune.curriculum import group_by_example
 from hone.finetune.records import (
+    Place,
     append_line,
     evaluator_failure,
     failure_record,
+    ran_of,
+    record_of,
     reward_or_substitute,
+    score_of_reward,
 )
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
 from hone.finetune.rollouts import Rollouts
-from hone.rollout_record import RolloutRecord
+from hone.rollout_record import FailureRecord, RolloutRecord
 from hone.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.jsonable import plain
+from hone.workflow.run import RolloutResult
 
 logger = logging.getLogger("hone")
 
@@ -121,42 +126,35 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         """Start `num_generations` evaluation runs, without the rollouts that the journal has."""
         if run_id in self.evaluation_runs:
             raise Conflict(f"Run {run_id} is already in progress.")
-        meta, evaluation = meta or {}, self.bound_evaluation
+        request, evaluation = RoundRequest.of(run_id, meta), self.bound_evaluation
         generations = range(self.trajectory_builder_config.num_generations)
-        items = list(meta.get("items") or evaluation.items)
-        epoch, round = int(meta.get("epoch", 0)), int(meta.get("round", 0))
-        journal, known = meta.get("journal"), {}
-        if journal is not None:
+        items = request.items or evaluation.items
+        known = {}
+        if request.journal is not None:
             wanted = [(item.id, k) for item in items for k in generations]
             known = known_rollouts(
-                journal,
-                epoch,
-                round,
+                request.journal,
+                request.epoch,
+                request.round,
                 wanted,
                 smallest=self._smallest,
-                failed_before=meta.get("failed_before", True),
+                failed_before=request.failed_before,
             )
         rollouts = Rollouts(
             evaluation,
             self._config,
-            items,
+            replace(request, items=items),
             generations,
             known=known,
-            run_id=run_id,
-            journal=journal,
-            events=meta.get("events"),
-            session=int(meta.get("session", 1)),
             split="train",
-            epoch=epoch,
-            round=round,
         )
         at = _Round(rollouts, await count_unscoped(self.server, run_id))
         self._rounds[run_id] = at
-        finish = partial(self._finish, at.dropped)
+        record = partial(self._record, at.dropped)
         logger.info("Starting %d evaluation runs for run_id: %s", len(generations), run_id)
         # All generations of an example one after another: the server computes their prompt once.
         tasks = [
-            [asyncio.create_task(rollouts.run(item, k, finish)) for k in generations]
+            [asyncio.create_task(rollouts.run(item, k, record)) for k in generations]
             for item in items
         ]
         self.evaluation_runs[run_id] = [
@@ -179,7 +177,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             at = self._rounds.pop(run_id)
         records = at.rollouts.close([record for run in runs for record in run])
         examples = [item.id for item in at.rollouts.items]
-        reward = self._failure_reward(records, (meta or {}).get("failure_reward", 0.0))
+        before = RoundRequest.of(run_id, meta).failure_reward
+        reward = self._failure_reward(records, before)
         groups, dropped = group_by_example(records, examples, self._smallest, reward)
         self.dropped = at.dropped + dropped
         failed = any(r.failure_kind == "policy" and r.is_trained for r in records)
@@ -206,18 +205,17 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         self.dropped["call/unmarked"] += counts.total()
         if not self._reported_unscoped:
             self._reported_unscoped = True
-            rollouts = at.rollouts
-            message = f"epoch {rollouts.epoch + 1}: {unscoped_message(self.server, counts)}"
+            request = at.rollouts.request
+            message = f"epoch {request.epoch + 1}: {unscoped_message(self.server, counts)}"
             logger.warning("%s", message)
-            if rollouts.events is not None:
-                rollouts.events.append("warning", message=message)
+            if request.events is not None:
+                request.events.append("warning", message=message)
 
     async def load_episodes(self, trajectories: TrajectoryCollection) -> None:
         for trajectory in (t for group in trajectories.trajectories for t in group):
             if self.server is not None and "episode" not in vars(trajectory):
-                metadata = trajectory.metadata or {}
-                recorded = await self.server.recorded(metadata["rollout"])
-                calls = with_ids(recorded, metadata["calls"])
+                recorded = await self.server.recorded(trajectory.rollout)
+                calls = with_ids(recorded, trajectory.trained_calls or ())
                 trajectory.episode = episode(calls)
 
     def log_progress(
@@ -241,42 +239,45 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
             return from_seen(seen, self.targets)
         return from_recorded(calls, seen, self.targets)
 
-    async def _finish(
-        self, dropped: Counter[str], record: RolloutRecord, result: ItemResult
+    async def _record(
+        self, dropped: Counter[str], result: ItemResult, place: Place
     ) -> RolloutRecord:
         """The record with its reward, and with the calls that are trained or why none is."""
-        if record.reward is not None:
-            record = await self._with_reward(record, result)
-        reward, item = reward_or_substitute(record, self._config), result.item
-        lowest = record.failure_kind == "policy" and self._config.on_policy_failure == "lowest"
-        if reward is None and not lowest:
-            return record
-        try:
-            trained = await self.select_calls(record.rollout, item.trajectory)
-        except HoneError as error:
-            failure = failure_record("infrastructure", "server_error", failure_of(error))
-            return record.model_copy(update={"reward": None, "failure": failure})
-        if trained.reason is not None:
-            return record.model_copy(update={"reward": reward, "not_trained": trained.reason})
-        dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
-        update: dict[str, Any] = {
-            "reward": reward,
-            "shaped_rewards": shaped_rewards(item.steps, trained.sampled),
-        }
-        if trained.foreign:
-            update["episode"] = episode(trained.sampled)
-            update["metadata"] = {**record.metadata, "tools": plain(item.trajectory[0].tools)}
-        else:
-            update["trained_calls"] = [one.id for one in trained.sampled]
-        return record.model_copy(update=update)
+        config, ran = self._config, ran_of(result)
+        score, failure = score_of_reward(result, config.reward_name)
+        reward, metadata = None, {}
+        if score is not None:
+            reward, failure = await self._reward(score, ran, place)
+            metadata = {} if failure else {"reasoning": plain(score.reasoning)}
+        reward = reward_or_substitute(reward, failure, config)
+        is_policy = failure is not None and failure.kind == "policy"
+        trained = None
+        if reward is not None or (is_policy and config.on_policy_failure == "lowest"):
+            try:
+                trained = await self.select_calls(ran.id, result.item.trajectory)
+            except HoneError as error:
+                reward = None
+                failure = failure_record("infrastructure", "server_error", failure_of(error))
+        if trained is not None and trained.sampled:
+            dropped.update({f"call/{why}": n for why, n in trained.dropped.items()})
+        return record_of(
+            result,
+            place,
+            reward=reward,
+            failure=failure,
+            trained=trained,
+            metadata=metadata,
+            with_calls=config.record_calls,
+        )
 
-    async def _with_reward(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
-        """The record with the reward of `compute_reward`, which a plugin may override."""
-        score = result.scores[self._config.reward_name or ""]
-        output = EvalOutputItem(id=record.example, score=score.value, reasoning=score.reasoning)
-        meta = record.model_dump(include={"epoch", "round", "rollout", "generation"})
+    async def _reward(
+        self, score: Score, ran: RolloutResult, place: Place
+    ) -> tuple[float | None, FailureRecord | None]:
+        """The reward by `compute_reward`, which a plugin may override, or why there is none."""
+        assert score.output is not None, "the evaluator gave a value"
+        where = {"epoch": place.epoch, "round": place.round, "generation": place.generation}
         try:
-            reward = await self.compute_reward(output, meta)
+            reward = await self.compute_reward(score.output, {**where, "rollout": ran.id})
             if reward is not None and not math.isfinite(reward := float(reward)):
                 raise ValueError(
                     f"compute_reward returned {reward}; return a finite number, or None where "
@@ -284,10 +285,8 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
                 )
         except Exception as error:  # noqa: BLE001  # a plugin may raise anything; it is recorded
             listed = self._config.infrastructure_exceptions
-            failure = evaluator_failure(unscored(error, listed=listed), answered=record.answered)
-            return record.model_copy(update={"reward": None, "failure": failure})
-        metadata = {"reasoning": plain(score.reasoning)}
-        return record.model_copy(update={"reward": reward, "metadata": metadata})
+            return None, evaluator_failure(unscored(error, listed=listed), answered=ran.answered)
+        return reward, None
 
     def _failure_reward(self, records: Sequence[RolloutRecord], before: float) -> float:
         """Reward of policy failures; `before`: the run's lowest reward before this round, 0 at most."""

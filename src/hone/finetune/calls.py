@@ -107,10 +107,11 @@ class SampledCall:
     id: str
     place: int
     """Index of its request in the rollout."""
-    messages: list[Message]
-    reply: Message
-    finish: str
-    logprobs: Any
+    messages: list[Message] = field(default_factory=list)
+    """Messages of the request; empty where only the server has the text."""
+    reply: Message = field(default_factory=dict)
+    finish: str = "stop"
+    logprobs: Any = field(default_factory=dict)
     """An empty dict if the server recorded them."""
     token_ids: list[int] | None = None
     """Token ids, if a foreign server returns them."""
@@ -158,10 +159,7 @@ def from_recorded(
                 SampledCall(
                     one.id,
                     place,
-                    messages=[],
-                    reply={},
                     finish=one.finish,
-                    logprobs={},
                     tokens=one.tokens_sha256,
                     logprob=one.logprob or 0.0,
                 )
@@ -178,7 +176,7 @@ def with_ids(recorded: Sequence[RecordedCall], ids: Sequence[str]) -> list[Sampl
     """The recorded calls with these ids, in the order of the requests."""
     ordered = sorted(recorded, key=lambda c: (c.index, c.choice))
     return [
-        SampledCall(one.id, one.index, one.messages or [], one.reply, one.finish, logprobs={})
+        SampledCall(one.id, one.index, one.messages or [], one.reply, one.finish)
         for one in ordered
         if one.id in ids
     ]

@@ -1,7 +1,7 @@
 """Select what a round trains on: groups by example, easy ones first, and their metrics.
 
 In:   the records of a round; the curriculum's configuration, how trajectories are compared, a seed
-Out:  the examples to run, the groups to train on, metrics; an error if too many rollouts failed
+Out:  the examples to run, the groups to train on, metrics
 
 A group has the rollouts of one example: comparing answers to different questions would reward the
 easier question. The mean reward of its group says how easy an example is. Examples are identified
@@ -16,7 +16,6 @@ equal rewards is compared with the other groups.
 
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,26 +26,10 @@ from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
-from hone.rollout_record import EVALUATOR, RolloutRecord
+from hone.rollout_record import RolloutRecord
 
 Groups = Sequence[Sequence[Trajectory]]
 T = TypeVar("T")
-POLICY_FAILURES_WARNED = 0.05
-"""Share of policy failures above which there is a warning."""
-FAILURES_AT_ONE_LINE = 4
-"""Fewest rollouts that must fail at one line: two or three may be chance, since a policy that fails in
-40% of its rollouts fails in both of two in one round of six. A round with fewer rollouts is judged
-together with those of its epoch before it."""
-CRASHES = frozenset({"agent_error", "exit_status", EVALUATOR})
-"""Reasons of failures by any exception of the agent or of the evaluator. Other reasons say what was
-wrong with an answer, such as that it could not be parsed or was too long."""
-MENDED = frozenset(
-    {"JSONDecodeError", "ValidationError", "LengthFinishReasonError", "PolicyFailure"}
-)
-"""Exceptions that say what was wrong with an answer, also if the evaluator raises them."""
-_FILE_LINE = re.compile(r"(^<\w+>|\.[A-Za-z]\w*):\d+")
-"""In a place that is a line of code, not the last line of a program's output or of a response."""
-MESSAGES_SHOWN = 3
 ROUNDING = 1e-9
 """Tolerance for rounding errors: 0.5 - 0.4 < 0.1, and 0.7 x 10 > 7."""
 
@@ -277,7 +260,7 @@ def _spread(values: Sequence[float]) -> float:
     return 0.0 if is_flat(values) else max(values) - min(values)
 
 
-# ---- groups, numbers and warnings of a round ------------------------------------------------------
+# ---- groups and numbers of a round ---------------------------------------------------------------
 
 
 def group_by_example(
@@ -295,8 +278,6 @@ def group_by_example(
     by_example: dict[str, list[RolloutRecord]] = {example: [] for example in examples}
     for record in records:
         if record.is_trained:
-            counted = reward_that_counts(record, failure_reward)
-            record = record.model_copy(update={"reward": counted})
             by_example[record.example].append(record)
         elif record.failure is not None:
             dropped[f"{record.failure.kind}/{record.failure.reason}"] += 1
@@ -306,16 +287,14 @@ def group_by_example(
     large = [group for group in by_example.values() if len(group) >= max(smallest, 1)]
     dropped["small_group"] = sum(map(len, by_example.values())) - sum(map(len, large))
     shaped = any(record.shaped_rewards is not None for group in large for record in group)
-    groups = [[_trajectory(record, shaped) for record in group] for group in large]
+    groups = [
+        [
+            trajectory_of(record, reward_that_counts(record, failure_reward), shaped=shaped)
+            for record in group
+        ]
+        for group in large
+    ]
     return groups, +dropped
-
-
-def _trajectory(record: RolloutRecord, shaped: bool) -> Trajectory:
-    """`shaped`: other rollouts have step values, so calls of a rollout without any count as 0."""
-    trajectory = trajectory_of(record)
-    if shaped and trajectory.shaped_rewards is None:
-        trajectory.shaped_rewards = [0.0] * record.num_trained_calls
-    return trajectory
 
 
 def reward_that_counts(record: RolloutRecord, failure_reward: float) -> float | None:
@@ -339,7 +318,7 @@ def round_metrics(
     Rewards of what was collected are those of all `records` of the round that have one, also of
     rollouts that are not trained; policy failures without a reward count with `failure_reward`.
     """
-    sent = {(t.metadata or {}).get("rollout") for group in collected.trajectories for t in group}
+    sent = {trajectory.rollout for group in collected.trajectories for trajectory in group}
     others = [reward_that_counts(r, failure_reward) for r in records if r.rollout not in sent]
     return {
         **_rewards(collected, "", [reward for reward in others if reward is not None]),
@@ -367,145 +346,3 @@ def _rewards(
         f"{prefix}min_reward": min(rewards, default=None),
         f"{prefix}max_reward": max(rewards, default=None),
     }
-
-
-def infrastructure_error(
-    records: Sequence[RolloutRecord], *, where: str, allowed: float
-) -> str | None:
-    """The error for too many infrastructure failures; None if there are few."""
-    failed = [r for r in records if r.failure_kind == "infrastructure"]
-    if len(failed) <= allowed * len(records):
-        return None
-    broken = ""
-    if any(r.failure.reason == EVALUATOR for r in failed if r.failure):
-        broken = " The evaluator counts as broken where it scores no output, or is a service."
-    return (
-        f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
-        f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "
-        f"{allowed:.0%}.{broken} Fix what failed and run the same command again: rollouts that ended well "
-        f"are kept. If the code had to change, add --fresh.\n{_last(failed)}"
-    )
-
-
-def failed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """Policy failures by one exception at one line, if more than half of the round is; else none."""
-    places: dict[tuple[str, str], list[RolloutRecord]] = {}
-    for record in records:
-        failure = record.failure
-        if failure and failure.kind == "policy" and _FILE_LINE.search(failure.place):
-            places.setdefault((failure.type, failure.place), []).append(record)
-    most = max(places.values(), key=len, default=[])
-    enough = len(most) >= FAILURES_AT_ONE_LINE and 2 * len(most) > len(records)
-    return most if enough else []
-
-
-def crashed_at_one_line(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-    """As `failed_at_one_line`, for exceptions that point to a bug; training can correct the others."""
-    failed = failed_at_one_line(records)
-    kinds = {(r.failure.reason, r.failure.type) for r in failed if r.failure}
-    mended = any(reason not in CRASHES or type in MENDED for reason, type in kinds)
-    return [] if mended else failed
-
-
-def crash_error(records: Sequence[RolloutRecord], *, where: str) -> str | None:
-    """The error for a round of which more than half crashed at one line; None for other rounds."""
-    crash = _crash(records, where)
-    return crash and (
-        f"{crash}\n"
-        "That is a bug there, not a mistake that training can correct. Fix it and run the same command "
-        "again: those of this round are run again, the others are kept. If the code had to change, add "
-        "--fresh. If the model's answers are the cause, raise hone.errors.PolicyFailure there: such "
-        "rollouts are trained on."
-    )
-
-
-def crash_warning(records: Sequence[RolloutRecord], *, where: str) -> str | None:
-    """The same for a validation, which counts them as failures of the model."""
-    crash = _crash(records, where)
-    return crash and (
-        f"{crash}\n"
-        "They count as failures of the model. If that line has a bug, fix it and start a new run with "
-        "--fresh."
-    )
-
-
-def _crash(records: Sequence[RolloutRecord], where: str) -> str | None:
-    failed = crashed_at_one_line(records)
-    if not failed or failed[-1].failure is None:
-        return None
-    failure = failed[-1].failure
-    return (
-        f"{where}: {len(failed)} of {len(records)} rollouts failed with the same exception at the "
-        f"same line, {failure.place}: {failure.type}: {failure.message}"
-    )
-
-
-def policy_warning(
-    records: Sequence[RolloutRecord], *, where: str, dropped: bool = False
-) -> str | None:
-    """The warning about many policy failures; None if there are few, or if they have a reward.
-
-    `dropped`: they are not trained on.
-    """
-    by_policy = [r for r in records if r.failure_kind == "policy"]
-    failed = [r for r in by_policy if r.reward is None]
-    at_one_line = failed_at_one_line(records)
-    if len(failed) <= POLICY_FAILURES_WARNED * len(records) and not at_one_line:
-        return None
-    instead = ""
-    if dropped:
-        instead = (
-            " They were dropped, and dropping them rewards failing: without "
-            "finetuning.on_policy_failure: drop they are trained on with the lowest reward."
-        )
-    elif failed:
-        instead = " They count with the run's lowest reward, which is 0 at most."
-    place = ""
-    if at_one_line and (failure := at_one_line[-1].failure):
-        place = f" {len(at_one_line)} of them failed with {failure.type} at {failure.place}."
-    return (
-        f"{where}: {len(by_policy)} of {len(records)} rollouts failed because of the model "
-        f"({reasons(by_policy)}).{instead}{place}\n{_last(by_policy)}"
-    )
-
-
-def reasons(failed: Sequence[RolloutRecord]) -> str:
-    """Reasons with their counts, the most frequent first."""
-    counted = Counter(r.failure.reason for r in failed if r.failure)
-    return ", ".join(f"{reason}: {n}" for reason, n in counted.most_common())
-
-
-def _last(failed: Sequence[RolloutRecord]) -> str:
-    """The last few error messages with their lines, each once."""
-    messages = dict.fromkeys(
-        f"  {f.type}: {f.message}" + (f" ({f.place})" if _FILE_LINE.search(f.place) else "")
-        for r in reversed(failed)
-        if (f := r.failure)
-    )
-    return "\n".join(list(messages)[:MESSAGES_SHOWN])
-
-
-def none_collected(
-    epoch: int,
-    dropped: Mapping[str, int],
-    targets: Sequence[str],
-    records: Sequence[RolloutRecord] = (),
-) -> str:
-    """The error for an epoch without trajectories, with the first cause among its records."""
-    why = ", ".join(f"{reason}: {n}" for reason, n in dropped.items()) or "no rollout was run"
-    first = next((r.failure for r in records if r.failure and r.failure.type), None)
-    if first is not None:
-        at = f" ({first.place})" if first.place else ""
-        message = first.message.strip().rstrip(".")
-        cause = f"The first failure: {first.type}: {message}{at}."
-    else:
-        cause = (
-            f"Check that finetuning.target_functions {list(targets)!r} names functions that call the "
-            "trained model, and that the reward's evaluator gives a score (`hone eval` shows every "
-            "one)."
-        )
-    return (
-        f"No trajectories collected for epoch {epoch + 1}. Left out: {why}. {cause} Fix "
-        "what failed and run the same command again: rollouts that gave nothing to train on are run "
-        "again, the others are kept. If the code had to change, add --fresh."
-    )

@@ -8,7 +8,7 @@ prompt is a user message, everything else an assistant message. Assistant messag
 those with which `chosen` and `rejected` both begin, are context. SFT never trains on `rejected`.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
@@ -18,8 +18,7 @@ from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.config.schema import Document
 from hone.errors import ConfigError
-from hone.evaluation.base import EvalInputItem
-from hone.finetune.base import TrajectoryBuilder, TrajectoryCollection
+from hone.finetune.base import RoundRequest, TrajectoryBuilder, TrajectoryCollection
 from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
 from hone.finetune.types import Trajectory
@@ -164,7 +163,7 @@ class DatasetTrajectoryBuilder(TrajectoryBuilder):
     async def finalize(
         self, run_id: str, meta: dict[str, Any] | None = None
     ) -> TrajectoryCollection:
-        items: Sequence[EvalInputItem] = (meta or {}).get("items") or self.bound_evaluation.items
+        items = RoundRequest.of(run_id, meta).items or self.bound_evaluation.items
         config, objective = self.trajectory_builder_config, self.objective
         groups = [
             config.trajectories(item.id, item.full_dataset_entry, objective) for item in items

@@ -15,7 +15,7 @@ and indexed; later ones are added to the index.
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,23 +26,14 @@ from pydantic_core import from_json, to_json
 from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
 from hone.event_log import FILE as EVENTS
-from hone.event_log import IDS, EventLog, first_error
+from hone.event_log import IDS, first_error
 from hone.finetune.fingerprint import differences
-from hone.finetune.records import event_fields, trajectory_of, without_secrets
+from hone.finetune.records import trajectory_of
 from hone.finetune.types import Trajectory, TrajectoryCollection
 from hone.lock import LockFile, holder, in_use, lock_directory
 from hone.redact import redact_json
-from hone.rollout_record import (
-    EVALUATOR,
-    FailureRecord,
-    RolloutRecord,
-    Split,
-    at_close,
-    file_name,
-)
+from hone.rollout_record import RolloutRecord, Split, at_close, file_name
 from hone.types import Strict
-from hone.wire.rollout import ATTEMPT
-from hone.workflow.outside import MODEL_NAME
 
 RUN_FILE = "run.json"
 LOCK_FILE = "run.lock"
@@ -69,15 +60,6 @@ class RunFile(Strict):
     """The run that it replaces (`--fresh`)."""
     facts: dict[str, Any]
     """The fingerprint: configuration, data and code, which must not change during a run."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What is trained in one round, and the numbers of what was collected."""
-
-    collection: TrajectoryCollection
-    collected: dict[str, Any]
-    """The fields of the round's `epoch_collected` event."""
 
 
 class Journal:
@@ -174,24 +156,31 @@ class Journal:
 
     # ---- submissions ----------------------------------------------------------------------
 
-    def note_submission(self, epoch: int, round: int, submission: Submission) -> None:
-        """Write a submission atomically, before it is sent."""
-        path, sent = self._submission(epoch, round), submission.collection
+    def note_submission(
+        self, epoch: int, round: int, sent: TrajectoryCollection, collected: Mapping[str, Any]
+    ) -> None:
+        """Write a submission atomically, before it is sent.
+
+        `collected`: the fields of the round's `epoch_collected` event.
+        """
+        path = self._submission(epoch, round)
         known = {record.rollout: record for record in self.records("train", epoch, round)}
         groups = [[_reference(one, known) for one in group] for group in sent.trajectories]
-        collected = redact_json(submission.collected, keep=IDS)
-        file = {"collected": collected, **sent.model_dump(exclude={"trajectories"})}
+        numbers = redact_json(dict(collected), keep=IDS)
+        file = {"collected": numbers, **sent.model_dump(exclude={"trajectories"})}
         write_atomic(path, to_json(file | {"groups": groups}))
 
-    def submitted(self, epoch: int, round: int) -> Submission | None:
-        """The submission of a round; None if the round has none yet."""
+    def submitted(
+        self, epoch: int, round: int
+    ) -> tuple[TrajectoryCollection, dict[str, Any]] | None:
+        """What a round submitted, and what it collected; None if it has submitted nothing yet."""
         path = self._submission(epoch, round)
         try:
             file = from_json(path.read_bytes())
             known = {record.rollout: record for record in self.records("train", epoch, round)}
             groups = [[_resolved(one, known) for one in group] for group in file["groups"]]
             sent = {name: file[name] for name in ("run_id", "metadata")} | {"trajectories": groups}
-            return Submission(TrajectoryCollection.model_validate(sent), file["collected"])
+            return TrajectoryCollection.model_validate(sent), file["collected"]
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -252,67 +241,6 @@ def check_free(directory: Path) -> None:
         raise in_use(directory, process, command=COMMAND, key=KEY)
 
 
-# ---- one rollout --------------------------------------------------------------------------------
-
-
-async def run_recorded(
-    run: Callable[[str], Awaitable[RolloutRecord]],
-    run_id: str,
-    *,
-    journal: Journal | None,
-    events: EventLog | None,
-    retries: int,
-    **place: Any,
-) -> RolloutRecord:
-    """Run a rollout, retry infrastructure failures, and write its event and its record.
-
-    The record has the failures of all attempts.
-
-    `place`: arguments of `rollout_id` besides the run and the retry.
-    """
-    record = await run(rollout_id(run_id, **place))
-    failed: list[FailureRecord] = []
-    for retry in range(1, retries + 1):
-        failure = record.failure
-        # Running the agent again fixes neither an evaluator nor a name.
-        if not failure or failure.kind == "policy" or failure.reason in (EVALUATOR, MODEL_NAME):
-            break
-        failed.append(failure)
-        record = await run(rollout_id(run_id, **place, retry=retry))
-    if failed:
-        record = record.model_copy(update={"retries": failed})
-    # Here and not in the journal: what is trained and submitted must equal what a resumed run reads.
-    record = without_secrets(record)
-    # The event first: after a kill in between, the rollout is run again and the later event counts.
-    # In the opposite order, a resumed run would lack the event.
-    if events is not None:
-        events.append("rollout", **event_fields(record))
-    if journal is not None:
-        journal.add(record)
-    return record
-
-
-def rollout_id(
-    run_id: str,
-    *,
-    epoch: int,
-    round: int = 0,
-    item: int,
-    generation: int,
-    session: int,
-    retry: int = 0,
-    split: Split = "train",
-) -> str:
-    """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
-
-    The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
-    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
-    """
-    first = {"train": "", "val": "v", "final": "f"}[split]
-    again = f".{retry}" if retry else ""
-    return f"{run_id}:{first}{epoch}.{round}.{item}.{generation}{ATTEMPT}{session}{again}"
-
-
 # ---- one run a directory ------------------------------------------------------------------------
 
 
@@ -353,21 +281,19 @@ def _locked(directory: Path) -> LockFile:
 
 def _reference(trajectory: Trajectory, known: Mapping[str, RolloutRecord]) -> dict[str, Any]:
     """A reference to a rollout in the journal; a trajectory with other text is written whole."""
-    rollout = (trajectory.metadata or {}).get("rollout")
-    record, text = known.get(rollout or ""), vars(trajectory).get("episode")
+    record, text = known.get(trajectory.rollout), vars(trajectory).get("episode")
     if record is None or text not in (None, record.episode):
         return trajectory.model_dump(mode="json")
-    fields = {"reward", "shaped_rewards"}
-    if trajectory.metadata != trajectory_of(record).metadata:
-        fields.add("metadata")  # a plugin changed it
-    return {"rollout": rollout, **trajectory.model_dump(include=fields)}
+    fields, own = {"rollout", "reward", "shaped_rewards"}, trajectory_of(record)
+    changed = ("trained_calls", "metadata")  # a plugin may have changed them
+    fields |= {name for name in changed if getattr(trajectory, name) != getattr(own, name)}
+    return trajectory.model_dump(include=fields)
 
 
 def _resolved(one: dict[str, Any], known: Mapping[str, RolloutRecord]) -> Any:
-    if "rollout" not in one:
+    if "episode" in one:
         return one
-    update = {key: value for key, value in one.items() if key != "rollout"}
-    return trajectory_of(known[one["rollout"]]).model_copy(update=update)
+    return trajectory_of(known[one["rollout"]]).model_copy(update=one)
 
 
 def _index(rounds: dict[int, Rollouts], record: RolloutRecord) -> None:

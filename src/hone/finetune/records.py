@@ -1,10 +1,16 @@
 """Make the record of a rollout, and the event and the trajectory of a record.
 
-In:   an ItemResult: what the workflow returned, the calls that were seen, the scores
+In:   an ItemResult: what the workflow returned, the calls that were seen, the scores; its reward, and
+      the calls that are trained
 Out:  a RolloutRecord, as the journal stores it, its event and its trajectory
+
+A record is made once, when all of it is known, and without secrets: what is trained and submitted
+must equal what a resumed run reads.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,8 @@ from hone.disk import append_lines
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult, score_failure_kind
 from hone.event_log import IDS
+from hone.finetune.calls import TrainedCalls, shaped_rewards
+from hone.finetune.rerender import episode
 from hone.finetune.types import Trajectory
 from hone.redact import redact_json
 from hone.rollout_record import (
@@ -29,29 +37,47 @@ from hone.workflow.jsonable import plain
 from hone.workflow.run import RolloutResult
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rollout belongs in its run, besides its example."""
+
+    split: Split
+    epoch: int
+    round: int = 0
+    generation: int = 0
+
+
 def record_of(
     result: ItemResult,
+    place: Place,
     *,
-    split: Split,
-    epoch: int,
-    round: int = 0,
-    generation: int = 0,
-    reward_name: str | None,
+    reward: float | None,
+    failure: FailureRecord | None,
+    trained: TrainedCalls | None = None,
+    metadata: Mapping[str, Any] | None = None,
     with_calls: bool = False,
 ) -> RolloutRecord:
-    """The record of a finished rollout; a failed one has no reward."""
-    item, ran = result.item, result.rollout
-    assert ran is not None, "the workflow was run"
-    conversation, failure = _last_conversation(ran.calls), _failure(result, ran, reward_name)
-    score = result.scores.get(reward_name) if reward_name is not None else None
-    return RolloutRecord(
-        epoch=epoch,
-        round=round,
-        split=split,
+    """The record of a finished rollout.
+
+    Args:
+        result: the rollout and its scores.
+        place: where it belongs in the run.
+        reward: its reward; None if it has none, or none yet.
+        failure: why it failed, or could not be scored.
+        trained: its calls that are trained; None if none is looked for.
+        metadata: other metadata of its trajectory.
+        with_calls: include every model call, for loggers.
+    """
+    item, ran = result.item, ran_of(result)
+    conversation = _last_conversation(ran.calls)
+    record = RolloutRecord(
+        epoch=place.epoch,
+        round=place.round,
+        split=place.split,
         example=item.id,
-        generation=generation,
+        generation=place.generation,
         rollout=ran.id,
-        reward=None if failure is not None or score is None else score.value,
+        reward=reward,
         scores={name: one.value for name, one in result.scores.items()},
         failure=failure,
         answered=ran.answered,
@@ -69,8 +95,27 @@ def record_of(
         policy_steps=sorted({c.policy_step for c in ran.calls if c.policy_step is not None}),
         messages=plain(conversation),
         model_calls=[_call_record(c, conversation) for c in ran.calls] if with_calls else [],
-        request=_first_request(ran.calls) if generation == 0 else None,
+        request=_first_request(ran.calls) if place.generation == 0 else None,
+        **_training(trained, result, metadata or {}),
     )
+    return without_secrets(record)
+
+
+def _training(
+    trained: TrainedCalls | None, result: ItemResult, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of a record that say what is trained, or why nothing is."""
+    if trained is None:
+        return {"metadata": dict(metadata)}
+    if trained.reason is not None:
+        return {"metadata": dict(metadata), "not_trained": trained.reason}
+    shaped = shaped_rewards(result.item.steps, trained.sampled)
+    if not trained.foreign:
+        calls = [one.id for one in trained.sampled]
+        return {"metadata": dict(metadata), "shaped_rewards": shaped, "trained_calls": calls}
+    tools = plain(result.item.trajectory[0].tools)
+    text = episode(trained.sampled)
+    return {"metadata": {**metadata, "tools": tools}, "shaped_rewards": shaped, "episode": text}
 
 
 def without_secrets(record: RolloutRecord) -> RolloutRecord:
@@ -85,21 +130,30 @@ def without_secrets(record: RolloutRecord) -> RolloutRecord:
     return RolloutRecord.model_validate(fields).model_copy(update={"episode": record.episode})
 
 
-def trajectory_of(record: RolloutRecord) -> Trajectory:
-    """The trajectory; without its text if a server recorded the calls."""
+def trajectory_of(
+    record: RolloutRecord, reward: float | None = None, *, shaped: bool = False
+) -> Trajectory:
+    """The trajectory; without its text if a server recorded the calls.
+
+    `reward`: replaces the record's. `shaped`: other rollouts have values of steps, so calls of a
+    rollout without any have the value 0.
+    """
     text: dict[str, Any] = {} if record.episode is None else {"episode": record.episode}
+    values = record.shaped_rewards
+    if shaped and values is None:
+        values = [0.0] * record.num_trained_calls
     return Trajectory.model_construct(
         **text,
-        reward=record.reward,
-        shaped_rewards=record.shaped_rewards,
+        reward=record.reward if reward is None else reward,
+        shaped_rewards=values,
+        rollout=record.rollout,
+        trained_calls=record.trained_calls,
         metadata={
             "id": record.example,
             "run_id": record.rollout.rpartition(":")[0],
             "epoch": record.epoch,
             "round": record.round,
             "generation": record.generation,
-            "rollout": record.rollout,
-            "calls": record.trained_calls,
             **record.metadata,
         },
     )
@@ -119,12 +173,36 @@ def event_fields(record: RolloutRecord) -> dict[str, Any]:
     }
 
 
-def reward_or_substitute(record: RolloutRecord, config: FinetuneConfig) -> float | None:
-    """The record's reward, or that of `on_policy_failure`; None if it has none, or none yet."""
-    if record.failure_kind != "policy":
-        return record.reward
+def score_of_reward(
+    result: ItemResult, reward_name: str | None
+) -> tuple[Score | None, FailureRecord | None]:
+    """The score of the evaluator that gives the reward, or why there is none."""
+    ran = ran_of(result)
+    if ran.failure is not None:
+        return None, failure_record(ran.failure.kind, ran.failure.reason, ran.failure.failure)
+    if reward_name is None:
+        return None, None
+    none = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
+    score = result.scores.get(reward_name, Score(None, failure=none, is_outside=True))
+    if score.value is not None:
+        return score, None
+    return None, evaluator_failure(score, answered=ran.answered)
+
+
+def reward_or_substitute(
+    reward: float | None, failure: FailureRecord | None, config: FinetuneConfig
+) -> float | None:
+    """The reward, or that of `on_policy_failure`; None if there is none, or none yet."""
+    if failure is None or failure.kind != "policy":
+        return reward
     instead = config.on_policy_failure
     return None if isinstance(instead, str) else instead.reward
+
+
+def ran_of(result: ItemResult) -> RolloutResult:
+    """The rollout of a result; every result of a training run has one."""
+    assert result.rollout is not None, "the workflow was run"
+    return result.rollout
 
 
 def append_line(directory: str | Path, name: str, fields: dict[str, Any]) -> None:
@@ -144,18 +222,6 @@ def evaluator_failure(score: Score, *, answered: bool) -> FailureRecord:
     assert score.failure is not None, score
     kind = score_failure_kind(score, answered=answered)
     return failure_record(kind, score.reason, score.failure)
-
-
-def _failure(
-    result: ItemResult, ran: RolloutResult, reward_name: str | None
-) -> FailureRecord | None:
-    if ran.failure is not None:
-        return failure_record(ran.failure.kind, ran.failure.reason, ran.failure.failure)
-    if reward_name is None:
-        return None
-    none = Failure(type="NoScore", message=f"evaluator {reward_name!r} gave no score")
-    score = result.scores.get(reward_name, Score(None, failure=none, is_outside=True))
-    return None if score.value is not None else evaluator_failure(score, answered=ran.answered)
 
 
 def _first_request(calls: tuple[SeenCall, ...]) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def _example(group: Sequence[Trajectory]) -> str:
 
 def _pairs(trajectory: Trajectory) -> list[DPOItem]:
     """Preference pairs, as NeMo Agent Toolkit's builders give them."""
-    if _calls(trajectory) is not None:
+    if trajectory.trained_calls is not None:
         return []
     return [item for item in trajectory.episode if isinstance(item, DPOItem)]
 
@@ -143,7 +143,7 @@ def _sent_pair(item: DPOItem, group: Sequence[Trajectory]) -> TrajectoryGroup:
 def _wrong_order(trajectory: Trajectory) -> str | None:
     """What is wrong with the order of an agent's messages; a dataset's may be in any order."""
     metadata = trajectory.metadata or {}
-    if metadata.get("from_dataset") or _calls(trajectory) is not None:
+    if metadata.get("from_dataset") or trajectory.trained_calls is not None:
         return None
     example = metadata.get("id")
     where = "" if example is None else f"example {example!r}: "
@@ -166,12 +166,6 @@ def _wrong_order(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _calls(trajectory: Trajectory) -> list[str] | None:
-    """Ids of the trained calls; None if no hone server recorded them."""
-    metadata = trajectory.metadata or {}
-    return metadata.get("calls") if metadata.get("rollout") else None
-
-
 def conversations(trajectory: Trajectory) -> list[list[EpisodeItem]]:
     """The conversations of an episode."""
     by_number: dict[Any, list[EpisodeItem]] = {}
@@ -192,8 +186,9 @@ def _sent(trajectory: Trajectory) -> SentTrajectory:
         "shaped_rewards": trajectory.shaped_rewards,
         "metadata": {k: v for k, v in metadata.items() if isinstance(v, float | int | str | bool)},
     }
-    if (calls := _calls(trajectory)) is not None:
-        return SentTrajectory(rollout=metadata["rollout"], trained_calls=calls, **fields)
+    if trajectory.trained_calls is not None:
+        calls = trajectory.trained_calls
+        return SentTrajectory(rollout=trajectory.rollout, trained_calls=calls, **fields)
     first, *others = conversations(trajectory)
     tools = metadata.get("tools")
     return SentTrajectory(

@@ -17,8 +17,9 @@ from hone.errors import RolloutError
 from hone.evaluation.base import EvalInputItem
 from hone.event_log import EventLog, read
 from hone.events import Event, JobDone, JobFailed
-from hone.finetune.curriculum import Curriculum, none_collected
+from hone.finetune.curriculum import Curriculum
 from hone.finetune.journal import Journal
+from hone.finetune.round_failures import none_collected
 from hone.report.history import History, Validation
 from hone.report.text import counted
 from hone.rollout_record import RolloutRecord

@@ -1,12 +1,13 @@
 """Run the rollouts of one round, or of one validation: each is run, scored and recorded once.
 
-In:   an Evaluation, the examples and generations to run, the rollouts that are known already
+In:   an Evaluation, the round that is requested, the generations, the rollouts that are known already
 Out:  a RolloutRecord for each, in the journal and in the events
       unscored/epoch_NNN.jsonl: rollouts that have ended, until their whole group has rewards
 
-Some rewards compare the rollouts of an example. Such a rollout enters the journal once it has a
-reward, which requires the whole group. Until then it is in the unscored file, so that a killed run
-does not sample it again.
+A rollout that the infrastructure failed is run again, `rollout_retries` times at most. Some rewards
+compare the rollouts of an example. Such a rollout enters the journal once it has a reward, which
+requires the whole group. Until then it is in the unscored file, so that a killed run does not sample
+it again.
 """
 
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
@@ -27,18 +28,19 @@ from hone.evaluation.base import EvalInputItem
 from hone.evaluation.groups import Member, RolloutGroup
 from hone.evaluation.results import ItemResult
 from hone.evaluation.run import Evaluation
-from hone.event_log import EventLog
+from hone.finetune.base import RoundRequest
 from hone.finetune.calls import EVALUATION
-from hone.finetune.journal import Journal, run_recorded
-from hone.finetune.records import record_of
+from hone.finetune.records import Place, event_fields
 from hone.redact import redact_json
-from hone.rollout_record import RolloutRecord, Split, at_close
+from hone.rollout_record import EVALUATOR, FailureRecord, RolloutRecord, Split, at_close
+from hone.wire.rollout import ATTEMPT
 from hone.workflow.failure import answered_by_policy
 from hone.workflow.jsonable import dumps, plain
+from hone.workflow.outside import MODEL_NAME
 from hone.workflow.run import RolloutResult
 
-Finish = Callable[[RolloutRecord, ItemResult], Awaitable[RolloutRecord]]
-"""Completes the record of a rollout before it is written."""
+Record = Callable[[ItemResult, Place], Awaitable[RolloutRecord]]
+"""Makes the record of a rollout that has ended."""
 
 
 def evaluators_marked(evaluation: Evaluation) -> AbstractContextManager[Any]:
@@ -54,23 +56,17 @@ class Rollouts:
         self,
         evaluation: Evaluation,
         config: FinetuneConfig,
-        items: Sequence[EvalInputItem],
+        request: RoundRequest,
         generations: range,
         *,
         known: Mapping[tuple[str, int], RolloutRecord],
-        run_id: str,
-        journal: Journal | None,
-        events: EventLog | None,
-        session: int,
         split: Split,
-        epoch: int,
-        round: int = 0,
     ) -> None:
         """`known`: rollouts that are not run again, by example and generation."""
-        self.items, self.epoch, self.events = items, epoch, events
+        items = list(evaluation.items if request.items is None else request.items)
+        self.items, self.request = items, request
         self._evaluation, self._config, self.known = evaluation, config, known
-        self._run_id, self._session, self._journal = run_id, session, journal
-        self._where = {"split": split, "epoch": epoch, "round": round}
+        self._split: Split = split
         self._numbers = {item.id: n for n, item in enumerate(evaluation.items)}
         reward = config.reward_name
         self._evaluators = None if reward is None else [reward]
@@ -79,8 +75,9 @@ class Rollouts:
         self._groups: dict[str, RolloutGroup] = {}
         """The groups by example; empty if the reward does not compare rollouts."""
         if evaluation.compares(self._evaluators):
-            self._unscored = None if journal is None else journal.unscored(split, epoch)
-            ended = _read(self._unscored, round, {item.id: item for item in items}, known)
+            if request.journal is not None:
+                self._unscored = request.journal.unscored(split, request.epoch)
+            ended = _read(self._unscored, request.round, {item.id: item for item in items}, known)
             self._ended = {place: one for place, one in ended.items() if place not in known}
             for item in items:
                 self._groups[item.id] = RolloutGroup(
@@ -93,38 +90,29 @@ class Rollouts:
                 )
 
     async def run(
-        self, item: EvalInputItem, generation: int, finish: Finish, **options: Any
+        self, item: EvalInputItem, generation: int, record: Record, **options: Any
     ) -> RolloutRecord:
         """The record of a rollout, which is run unless it is known.
 
-        `finish` completes the record; `options` are arguments of `Evaluation.run_item`.
+        `record` makes it; `options` are arguments of `Evaluation.run_item`.
         """
         if (known := self.known.get((item.id, generation))) is not None:
             return known
+        request = self.request
+        place = Place(self._split, request.epoch, request.round, generation)
 
         async def run(rollout: str) -> RolloutRecord:
             with evaluators_marked(self._evaluation):
                 result = await self._run_item(item, generation, rollout, options)
-            record = record_of(
-                result,
-                generation=generation,
-                reward_name=self._config.reward_name,
-                with_calls=self._config.record_calls,
-                **self._where,
-            )
-            return await finish(record, result)
+            return await record(result, place)
 
         try:
             return await run_recorded(
                 run,
-                self._run_id,
-                journal=self._journal,
-                events=self.events,
-                retries=self._config.rollout_retries,
+                request,
+                place,
                 item=self._numbers.get(item.id, len(self._numbers)),
-                generation=generation,
-                session=self._session,
-                **self._where,
+                retries=self._config.rollout_retries,
             )
         finally:
             if item.id in self._groups:
@@ -144,10 +132,11 @@ class Rollouts:
         rollouts stays if one of them would be run again: it is then compared with those that have a
         reward, and only this file has them whole.
         """
-        if self._journal is not None:
+        journal = self.request.journal
+        if journal is not None:
             for before, record in zip(ended, closed, strict=True):
                 if record is not before:
-                    self._journal.add(record)
+                    journal.add(record)
         again = any(record.failure_kind == "infrastructure" for record in closed)
         if self._unscored is not None and not again:
             self._unscored.unlink(missing_ok=True)
@@ -188,7 +177,7 @@ class Rollouts:
         shown = redact_json([output, steps])
         # The calls stay as they are, since they may be trained.
         line = {
-            "round": self._where["round"],
+            "round": self.request.round,
             "example": example,
             "generation": generation,
             "rollout": rollout,
@@ -199,6 +188,57 @@ class Rollouts:
             "is_whole": shown == [output, steps],
         }
         append_lines(self._unscored, dumps(line).encode("utf-8", "replace") + b"\n")
+
+
+# ---- one rollout --------------------------------------------------------------------------------
+
+
+async def run_recorded(
+    run: Callable[[str], Awaitable[RolloutRecord]],
+    request: RoundRequest,
+    place: Place,
+    *,
+    item: int,
+    retries: int,
+) -> RolloutRecord:
+    """Run a rollout, retry infrastructure failures, and write its event and its record.
+
+    The record has the failures of all attempts. `item`: number of the example.
+    """
+    known = {"item": item, "session": request.session}
+    record = await run(rollout_id(request.run_id, place, **known))
+    failed: list[FailureRecord] = []
+    for retry in range(1, retries + 1):
+        failure = record.failure
+        # Running the agent again fixes neither an evaluator nor a name.
+        if not failure or failure.kind == "policy" or failure.reason in (EVALUATOR, MODEL_NAME):
+            break
+        failed.append(failure)
+        record = await run(rollout_id(request.run_id, place, **known, retry=retry))
+    if failed:
+        record = record.model_copy(update={"retries": failed})
+    # The event first: after a kill in between, the rollout is run again and the later event counts.
+    # In the opposite order, a resumed run would lack the event.
+    if request.events is not None:
+        request.events.append("rollout", **event_fields(record))
+    if request.journal is not None:
+        request.journal.add(record)
+    return record
+
+
+def rollout_id(run_id: str, place: Place, *, item: int, session: int, retry: int = 0) -> str:
+    """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
+
+    The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
+    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
+    """
+    first = {"train": "", "val": "v", "final": "f"}[place.split]
+    where = f"{first}{place.epoch}.{place.round}.{item}.{place.generation}"
+    again = f".{retry}" if retry else ""
+    return f"{run_id}:{where}{ATTEMPT}{session}{again}"
+
+
+# ---- rollouts that have ended and wait for their group ------------------------------------------
 
 
 def _read(

@@ -29,6 +29,7 @@ from hone.config.schema import FinetuneConfig
 from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
 from hone.event_log import FILE, EventLog
 from hone.finetune.base import (
+    RoundRequest,
     Trainer,
     TrainerAdapter,
     TrainingJobRef,
@@ -37,17 +38,16 @@ from hone.finetune.base import (
     TrajectoryBuilder,
     TrajectoryCollection,
 )
-from hone.finetune.curriculum import (
+from hone.finetune.curriculum import num_flat, round_metrics
+from hone.finetune.journal import Journal
+from hone.finetune.resume import RoundPlan, RunState
+from hone.finetune.round_failures import (
     FAILURES_AT_ONE_LINE,
     crash_error,
     crashed_at_one_line,
     infrastructure_error,
-    num_flat,
     policy_warning,
-    round_metrics,
 )
-from hone.finetune.journal import Journal, Submission
-from hone.finetune.resume import RoundPlan, RunState
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.writer import Files
@@ -181,24 +181,25 @@ class ARTTrainer(Trainer):
 
     async def run_epoch(self, epoch: int, run_id: str, round: int = 0) -> TrainingJobRef | None:
         """One round: collect, select, journal, submit; None if there is nothing to train on."""
-        submission = self.journal.submitted(epoch, round)
-        if submission is None:
+        submitted = self.journal.submitted(epoch, round)
+        if submitted is None:
             collection = await self._collect(epoch, round)
-            submission = self._select(collection, epoch, round)
+            submitted = self._select(collection, epoch, round)
             if collection.trajectories:
-                self.journal.note_submission(epoch, round, submission)
-        self.events.append("epoch_collected", **submission.collected)
-        collected, output_dir = submission.collected["metrics"], str(self._config.output_dir)
-        if dropped := submission.collected["dropped"]:
+                self.journal.note_submission(epoch, round, *submitted)
+        chosen, outcome = submitted
+        self.events.append("epoch_collected", **outcome)
+        collected, output_dir = outcome["metrics"], str(self._config.output_dir)
+        if dropped := outcome["dropped"]:
             counts = ", ".join(f"{reason}: {n}" for reason, n in dropped.items())
             log.info("Left out of epoch %d: %s", epoch + 1, counts)
-        if not submission.collection.trajectories:
+        if not chosen.trajectories:
             if collected["num_trajectories"]:
                 message = "The curriculum selected none of the %d groups of round %d of epoch %d"
                 log.info(message, collected["num_groups"], round + 1, epoch + 1)
             return None
         self._adapter.needed_steps = self._steps_to_compare()
-        job = await self._submit(submission, epoch, round)
+        job = await self._submit(chosen, epoch, round)
         self._builder.log_progress(run_id, {"epoch": epoch, "round": round} | collected, output_dir)
         place = {"round": round, "rounds": len(self._rounds(epoch))}
         self.log_progress(epoch, place | collected, output_dir)
@@ -209,7 +210,7 @@ class ARTTrainer(Trainer):
         }
         # Conversations of a dataset have no reward.
         logged = {name: value for name, value in measured.items() if value is not None}
-        await self._adapter.log_metrics(logged, split="train", step=submission.collected["step"])
+        await self._adapter.log_metrics(logged, split="train", step=outcome["step"])
         if self._config.keep_checkpoints is not None:
             await self._adapter.prune(self._config.keep_checkpoints)
         return job
@@ -238,28 +239,30 @@ class ARTTrainer(Trainer):
         """Run the round's examples; raises RolloutError if too many rollouts failed."""
         run_id, rounds = self.journal.run_id, self._rounds(epoch)
         generations = self._builder.num_generations
-        place, items = {"epoch": epoch, "round": round}, rounds[round].items
-        meta = {
-            **place,
-            "run_id": run_id,
-            "items": items,
-            "journal": self.journal,
-            "session": self.journal.session,
-            "failed_before": self.state.has_failed(epoch),
-            "failure_reward": self.state.history.training_failure_reward,
-            "events": self.events,
-            "trainer_config": self.trainer_config,
-        }
+        items = rounds[round].items
+        request = RoundRequest(
+            run_id=run_id,
+            epoch=epoch,
+            round=round,
+            items=items,
+            journal=self.journal,
+            events=self.events,
+            session=self.journal.session,
+            failed_before=self.state.has_failed(epoch),
+            failure_reward=self.state.history.training_failure_reward,
+            trainer_config=self.trainer_config,
+        )
         self.events.append(
             "epoch_started",
-            **place,
+            epoch=epoch,
+            round=round,
             rounds=len(rounds),
             step=self._step,
             rollouts=len(items) * (1 if generations is None else generations),
             resumed=len(self.journal.finished("train", epoch, round)),
         )
-        await self._builder.start_run(run_id, meta)
-        collection = await self._builder.finalize(run_id, meta)
+        await self._builder.start_run(run_id, request.meta)
+        collection = await self._builder.finalize(run_id, request.meta)
         records, where = self.journal.records("train", epoch, round), f"epoch {epoch + 1}"
         allowed = self._config.max_infrastructure_failures
         if error := infrastructure_error(records, where=where, allowed=allowed):
@@ -278,8 +281,10 @@ class ARTTrainer(Trainer):
             self._warn(warning)
         return collection
 
-    def _select(self, collection: TrajectoryCollection, epoch: int, round: int) -> Submission:
-        """Select the groups to train on, in the form in which they are sent."""
+    def _select(
+        self, collection: TrajectoryCollection, epoch: int, round: int
+    ) -> tuple[TrajectoryCollection, dict[str, Any]]:
+        """The groups to train on, and the fields of the round's `epoch_collected` event."""
         rounds, keys = self._rounds(epoch), self.trainer_config.job_keys()
         place = {"epoch": epoch, "round": round}
         plan: dict[str, Any] = {"rounds": len(rounds), "epochs": self._config.num_epochs}
@@ -303,19 +308,17 @@ class ARTTrainer(Trainer):
         percentile = state["current_percentile"] if state else 1.0
         records = self.journal.records("train", epoch, round)
         reward = self.state.history.training_failure_reward
-        return Submission(
-            collection=chosen.model_copy(update={"metadata": {**place, **plan}}),
-            collected={
-                **place,
-                "step": self._step,
-                "metrics": round_metrics(collection, chosen, percentile, records, reward),
-                "failure_reward": self._builder.failure_reward,
-                "dropped": dict(self._builder.dropped),
-                "zero_variance_groups": flat,
-                "curriculum_state": state,
-                "curriculum": self._curriculum.snapshot(),
-            },
-        )
+        collected = {
+            **place,
+            "step": self._step,
+            "metrics": round_metrics(collection, chosen, percentile, records, reward),
+            "failure_reward": self._builder.failure_reward,
+            "dropped": dict(self._builder.dropped),
+            "zero_variance_groups": flat,
+            "curriculum_state": state,
+            "curriculum": self._curriculum.snapshot(),
+        }
+        return chosen.model_copy(update={"metadata": {**place, **plan}}), collected
 
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
@@ -336,9 +339,9 @@ class ARTTrainer(Trainer):
             rounds=place.get("rounds", 1),
         )
 
-    async def _submit(self, submission: Submission, epoch: int, round: int) -> TrainingJobRef:
+    async def _submit(self, sent: TrajectoryCollection, epoch: int, round: int) -> TrainingJobRef:
         """Submit the job; the same key twice is one job."""
-        key, sent = self.state.job_key(self.journal.run_id, epoch, round), submission.collection
+        key = self.state.job_key(self.journal.run_id, epoch, round)
         named = sent.model_copy(update={"metadata": {**(sent.metadata or {}), "key": key}})
         if self._adapter.reads_episodes:
             await self._builder.load_episodes(named)

@@ -3,7 +3,8 @@
 In:   nothing; data classes, which hone.finetune.base exports
 Out:  TrajectoryCollection from builder to adapter, TrainingJobRef and TrainingJobStatus back
 
-The fields are those of NeMo Agent Toolkit. Everything survives a round trip through JSON.
+The fields are those of NeMo Agent Toolkit; `rollout` and `trained_calls` of a trajectory are hone's.
+Everything survives a round trip through JSON.
 """
 
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class Trajectory(_Value):
     reward: float = Field(allow_inf_nan=False)
     shaped_rewards: list[float] | None = None
     """One value per trained call."""
+    rollout: str = ""
+    """Id of the rollout; empty for a trajectory that no rollout gave."""
+    trained_calls: list[str] | None = None
+    """Ids of the calls of `rollout` that a hone server recorded and that are trained; None if none
+    recorded them, so that `episode` is trained."""
     metadata: dict[str, Any] | None = None
     """JSON values only: a trajectory is written to disk before it is sent."""
 
@@ -96,7 +102,7 @@ class Trajectory(_Value):
         if name != "episode":
             return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue] - pydantic hides it from type checkers
         raise ConfigError(
-            f"the text of rollout {(self.metadata or {}).get('rollout')} was not fetched from the "
+            f"the text of rollout {self.rollout} was not fetched from the "
             "server; set reads_episodes of the trainer adapter, or await load_episodes() of the "
             "trajectory builder"
         )

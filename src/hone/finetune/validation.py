@@ -23,12 +23,12 @@ from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.event_log import EventLog
 from hone.events import FinalValidationDone, ValidationResult
-from hone.finetune.base import TrainerAdapter
-from hone.finetune.curriculum import crash_warning, infrastructure_error
+from hone.finetune.base import RoundRequest, TrainerAdapter
 from hone.finetune.journal import Journal
-from hone.finetune.records import reward_or_substitute
+from hone.finetune.records import Place, record_of, reward_or_substitute, score_of_reward
 from hone.finetune.resume import RunState
 from hone.finetune.rollouts import Rollouts
+from hone.finetune.round_failures import crash_warning, infrastructure_error
 from hone.report.comparison import to_compare
 from hone.report.history import Validation
 from hone.report.text import counted, failed
@@ -60,7 +60,7 @@ class Validator:
         started, rollouts = time.monotonic(), self._rollouts("val", epoch)
         self._announce(epoch, [rollouts])
         records = await run_together(
-            rollouts.run(item, rep, self._finish, temperature=self._temperature)
+            rollouts.run(item, rep, self._record, temperature=self._temperature)
             for item, rep in self._places()
         )
         records = rollouts.close(records)
@@ -92,7 +92,7 @@ class Validator:
         ]
         ended = await run_together(
             sides[side].run(
-                item, rep, self._finish, temperature=self._temperature, step=pair[side].step
+                item, rep, self._record, temperature=self._temperature, step=pair[side].step
             )
             for side, item, rep in ordered
         )
@@ -125,19 +125,22 @@ class Validator:
         return [(item, rep) for item in self.evaluation.items for rep in reps]
 
     def _rollouts(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
+        journal = self.journal
+        request = RoundRequest(
+            run_id=journal.run_id,
+            epoch=epoch,
+            round=round,
+            journal=journal,
+            events=self.events,
+            session=journal.session,
+        )
         return Rollouts(
             self.evaluation,
             self.config,
-            self.evaluation.items,
+            request,
             range(self.config.validation.reps),
-            known=self.journal.finished(split, epoch, round),
-            run_id=self.journal.run_id,
-            journal=self.journal,
-            events=self.events,
-            session=self.journal.session,
+            known=journal.finished(split, epoch, round),
             split=split,
-            epoch=epoch,
-            round=round,
         )
 
     def _announce(self, epoch: int, sides: Sequence[Rollouts], *, final: bool = False) -> None:
@@ -153,8 +156,11 @@ class Validator:
     def _temperature(self) -> float | None:
         return 0.0 if self.config.validation.greedy else None
 
-    async def _finish(self, record: RolloutRecord, result: ItemResult) -> RolloutRecord:
-        return record.model_copy(update={"reward": reward_or_substitute(record, self.config)})
+    async def _record(self, result: ItemResult, place: Place) -> RolloutRecord:
+        score, failure = score_of_reward(result, self.config.reward_name)
+        reward = reward_or_substitute(score and score.value, failure, self.config)
+        calls = self.config.record_calls
+        return record_of(result, place, reward=reward, failure=failure, with_calls=calls)
 
     def _outcome(
         self, records: Sequence[RolloutRecord], where: str, *, final: bool = False
