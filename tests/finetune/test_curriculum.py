@@ -18,7 +18,7 @@ from tests.fakes import MemoryAdapter
 from hone import trajectory as sdk
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import Baseline, Credit
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import (
     Comparison,
     EpisodeItem,
@@ -450,7 +450,7 @@ def test_as_many_groups_are_flat_as_the_learner_says(
 
 def test_it_is_read_from_the_adapter_and_has_the_defaults_of_a_job():
     block: dict[str, Any] = {"backend": {}, "training": {"credit": "per_call", "baseline": "batch"}}
-    adapter = ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate(block))
+    adapter = HoneServerAdapter(HoneServerAdapterConfig.model_validate(block))
     assert adapter.comparison == Comparison("per_call", "batch")
     job = TrainConfig()
     assert MemoryAdapter().comparison == Comparison(job.credit, job.baseline) == Comparison()
