@@ -2,7 +2,7 @@
 
 import re
 
-from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.base import AdvantageSettings, Trajectory, TrajectoryCollection
 from hone.finetune.curriculum import (
     infrastructure_error,
     none_collected,
@@ -47,7 +47,7 @@ def test_nothing_has_no_mean():
 
 def test_equal_rewards_are_counted_also_where_rounding_parts_them():
     groups = collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31]).trajectories
-    assert num_flat(groups, Comparison()) == 3
+    assert num_flat(groups, AdvantageSettings()) == 3
 
 
 def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():

@@ -15,7 +15,7 @@ from hone.event_log import FILE, read
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
 from hone.finetune.dataset_builder import ConversationBuilderConfig
 from hone.finetune.rerender import sdk_groups
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.plots import training_rewards
 
 USER = {"role": "user", "content": "2 + 2?"}
@@ -209,7 +209,7 @@ def test_sft_trains_the_rows_without_rollouts_and_measures_held_out_ones(sft: Co
     assert len(sft.events("validation")) == 2
     report = json.loads((sft.out / "report.json").read_text())
     assert report["epochs"] == 2 and (sft.out / "report.html").exists()
-    assert training_rewards(History.of(read(sft.out / FILE))) == []  # and no crosses for gaps
+    assert training_rewards(RunHistory.of(read(sft.out / FILE))) == []  # and no crosses for gaps
 
 
 def test_what_an_adapter_cannot_send_is_counted(sft: Command):

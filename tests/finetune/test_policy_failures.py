@@ -22,7 +22,7 @@ from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.journal import Journal
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.rollout_record import RolloutRecord, kinds_at_close
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
@@ -113,8 +113,8 @@ class Trained:
         self.bench.real_builder.adapter = self.bench.adapter
 
     @property
-    def history(self) -> History:
-        return History.of(read(self.bench.directory / "events.jsonl"))
+    def history(self) -> RunHistory:
+        return RunHistory.of(read(self.bench.directory / "events.jsonl"))
 
     def records(self, epoch: int = 0, round: int = 0) -> list[RolloutRecord]:
         with Journal.open(self.bench.directory, {}) as journal:

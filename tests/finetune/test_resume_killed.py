@@ -25,7 +25,7 @@ from hone.finetune.journal import Journal
 from hone.finetune.objectives import SFTTrainerConfig
 from hone.finetune.resume import RunState
 from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.workflow.function import Function
 
 EPOCHS = 2
@@ -116,7 +116,7 @@ class World:
 
     def rewards(self) -> list[Any]:
         """Rewards by epoch and example, as a report shows them."""
-        history = History.of(read(self.directory / FILE))
+        history = RunHistory.of(read(self.directory / FILE))
         return [
             {example: sorted(known) for example, known in history.rewards(epoch).items()}
             for epoch in history.epochs

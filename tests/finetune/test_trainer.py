@@ -17,7 +17,7 @@ from hone.errors import ConfigError, PolicyFailure
 from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
-from hone.report.history import History
+from hone.report.history import RunHistory
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
@@ -336,7 +336,7 @@ async def test_pruning_spares_what_a_lower_reward_of_failures_can_make_the_best(
     bench.validation = evaluation("xy", answer)
     bench.keys = {"keep_checkpoints": 1, "on_policy_failure": instead}
     await bench.run(3)
-    best = History.of(read(bench.directory / "events.jsonl")).best
+    best = RunHistory.of(read(bench.directory / "events.jsonl")).best
     assert best is not None and best.step == (6 if instead == "lowest" else 7)
     assert bench.adapter.pruned == [{5}, {5, 6}, {5, 6, 7} if instead == "lowest" else {5, 7}]
 

@@ -29,7 +29,7 @@ from hone.finetune.adapter_config import (
     bracketed,
 )
 from hone.finetune.base import (
-    Comparison,
+    AdvantageSettings,
     TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
@@ -76,7 +76,7 @@ class HoneServerAdapter(TrainerAdapter):
         config, training = adapter_config.backend, adapter_config.training
         self.server = self
         self.serves_steps, self.reads_episodes = True, False
-        self.comparison = Comparison(credit=training.credit, baseline=training.baseline)
+        self.comparison = AdvantageSettings(credit=training.credit, baseline=training.baseline)
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
             LocalBackend(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from hone.report.examples import Rollout
+from hone.report.examples import ReportedRollout
 from hone.report.text import counted
 
 ALIKE = 0.9
@@ -51,7 +51,9 @@ class Answers:
     """Whether the model now gives one answer to nearly everything, and it is not right everywhere."""
 
     @classmethod
-    def of(cls, before: Mapping[str, Rollout], after: Mapping[str, Rollout]) -> Self | None:
+    def of(
+        cls, before: Mapping[str, ReportedRollout], after: Mapping[str, ReportedRollout]
+    ) -> Self | None:
         """None if no example was answered under both policies."""
         both = [id for id in before if id in after and before[id].answered and after[id].answered]
         if not both:
