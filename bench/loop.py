@@ -48,13 +48,13 @@ eval:
   evaluators:
     score: {{_type: python, target: "agent.py:score"}}
 trajectory_builders:
-  groups: {{_type: openpipe_art_traj_builder, num_generations: 4}}
+  groups: {{_type: rollouts, num_generations: 4}}
 trainer_adapters:
   server:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, base_model: "{model}"}}
 trainers:
-  loop: {{_type: openpipe_art_trainer}}
+  loop: {{_type: rl}}
 finetuning:
   enabled: true
   trainer: loop

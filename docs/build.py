@@ -27,7 +27,7 @@ from yaml_reference import bound, yaml_reference
 from hone.chat import bridge
 from hone.cli import EXITS, app
 from hone.events import TYPES as EVENTS
-from hone.finetune.adapter_config import ARTTrainingConfig
+from hone.finetune.adapter_config import ScheduledTrainConfig
 from hone.metric_names import JOB_METRICS
 from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, StepRecord
 from hone.server.app import create_apps
@@ -140,7 +140,7 @@ def config_reference() -> str:
 def _learning_rates() -> list[str]:
     """The learning rate that a job has, by the client and by who set one."""
     hone, sft = TrainConfig().learning_rate, TrainSFTConfig().learning_rate
-    yaml, no_effect = ARTTrainingConfig().learning_rate, "no effect"
+    yaml, no_effect = ScheduledTrainConfig().learning_rate, "no effect"
     own, trainer_args = "`defaults` or `trainer_args`", "`_internal_config.trainer_args`"
     rows = [
         ("`hone.TrainableModel.train`", "`config` or `learning_rate`", own, hone),

@@ -138,6 +138,8 @@ def bound(item: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if isinstance(field.json_schema_extra, dict) and "default" in field.json_schema_extra:
+        return f"`{json.dumps(field.json_schema_extra['default'])}`"
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, BaseModel):
         return ""

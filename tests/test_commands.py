@@ -253,10 +253,10 @@ def test_info_lists_components_by_kind():
     assert result.exit_code == 0, result.stderr
     rows = [row for row in rows_of(result.stdout) if "hone" in row[2:3]]
     assert [row[:3] for row in rows] == [
-        ["trainer_adapter", "openpipe_art_trainer_adapter", "hone"],
-        ["trainer", "dpo_trainer", "hone"],
-        ["trainer", "openpipe_art_trainer", "hone"],
-        ["trainer", "sft_trainer", "hone"],
+        ["trainer_adapter", "hone_server", "hone"],
+        ["trainer", "dpo", "hone"],
+        ["trainer", "rl", "hone"],
+        ["trainer", "sft", "hone"],
     ]
     every = hone("info", "components").stdout
     assert {row[0] for row in rows_of(every)[1:]} == set(registry.KINDS)

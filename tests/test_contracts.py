@@ -1,5 +1,6 @@
-"""The import contracts hold, and each notices a breach of it."""
+"""The import contracts hold, each notices a breach of it, and a word names one class."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -41,6 +42,14 @@ BREACHES = {
 }
 """By contract, a module and what it must not import."""
 
+WORDS = {
+    **dict.fromkeys(
+        ("Sample", "Rollout", "Step", "Comparison", "History", "Progress", "Exchange"), 1
+    ),
+    "Trajectory": 2,
+}
+"""Number of classes of each name; the two documented projects each have a Trajectory."""
+
 
 def test_contracts_hold():
     done = _lint(ROOT)
@@ -77,3 +86,26 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_a_word_names_one_class(word: str):
+    defined = [
+        str(path.relative_to(ROOT / "src/hone"))
+        for path in sorted((ROOT / "src/hone").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if word in _defines(node)
+    ]
+    assert len(defined) == WORDS[word], f"{word} is defined in {', '.join(defined)}"
+
+
+def _defines(node: ast.AST) -> set[str]:
+    """Names of classes and of other types (`Step = Annotated[...]`) that a statement defines."""
+    match node:
+        case ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+    return set()

@@ -366,7 +366,7 @@ def export_command(
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[gguf.Progress]:
+def _progress(name: str) -> Iterator[gguf.ReportProgress]:
     """A progress bar on stderr, shown from the first report on; without a terminal, one line."""
     console = Console(stderr=True, highlight=False)
     bar = Progress(

@@ -174,7 +174,7 @@ def report_command(
 
     Examples:
 
-        hone report .tmp/nat/finetuning
+        hone report .hone/runs/agent
     """
     from hone.report import report
 

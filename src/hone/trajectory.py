@@ -76,7 +76,10 @@ class History(BaseModel):
 
 
 class Trajectory(History):
-    """One rollout and its reward."""
+    """One rollout and its reward, as ART's documents have it: in the SDK and in jobs.
+
+    `finetune.types.Trajectory` is the one of NeMo Agent Toolkit's documents.
+    """
 
     calls: list[Call] = []
     """The sampled calls, as tokens."""

@@ -21,7 +21,7 @@ eval:
     dataset: {_type: json, file_path: a.json}
 trainer_adapters:
   art:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {ip: localhost, port: 7623}
     training: {learning_rate: 1e-6}
 finetuning:
@@ -112,7 +112,7 @@ def test_an_empty_directory_is_not_the_current_one(write: Write):
           general: {output: {dir: ""}}
           evaluators: {judge: {_type: llm_judge, llm: m, cache_dir: ""}}
         llms: {m: {_type: openai, model_name: x, base_url: "http://localhost:8000/v1"}}
-        trainer_adapters: {t: {_type: openpipe_art_trainer_adapter, backend: {root: ""}}}
+        trainer_adapters: {t: {_type: hone_server, backend: {root: ""}}}
         loggers: [{_type: tensorboard, log_dir: ""}]
         """
     with pytest.raises(ConfigProblems) as error:
@@ -229,7 +229,7 @@ def test_variables_take_the_type_of_their_key(write: Write, monkeypatch: pytest.
           m: {_type: openai, model_name: x, base_url: "http://localhost:1/v1", api_key: "${KEY}", logprobs: ${ON}}
         trainer_adapters:
           art:
-            _type: openpipe_art_trainer_adapter
+            _type: hone_server
             backend: {ip: localhost, port: ${PORT}, api_key: ${KEY}}
         finetuning:
           target_functions: ${FUNCTIONS}

@@ -43,8 +43,11 @@ def test_every_part_of_hone_registers_what_the_seed_documents_name():
         *(("dataset_loader", n) for n in ("json", "jsonl", "csv", "parquet", "xls", "custom")),
         *(("evaluator", n) for n in ("exact_match", "contains", "regex", "numeric", "json_match")),
         *(("evaluator", n) for n in ("tool_call_match", "f1", "python", "llm_judge", "trajectory")),
+        ("trajectory_builder", "rollouts"),
         ("trajectory_builder", "openpipe_art_traj_builder"),
+        ("trainer_adapter", "hone_server"),
         ("trainer_adapter", "openpipe_art_trainer_adapter"),
+        ("trainer", "rl"),
         ("trainer", "openpipe_art_trainer"),
     ]:
         assert registry.find(kind, name) is not None, (kind, name)

@@ -1,14 +1,16 @@
 """registry.py: what may be registered, under which name, and what is said of other names."""
 
+import re
 from collections.abc import AsyncIterator
 
 import pytest
 
-from hone.config import registry
+from hone.config import plugins, registry
 from hone.config.build import Builder
 from hone.config.registry import (
     EvaluatorBaseConfig,
     FunctionBaseConfig,
+    TrainerConfig,
     register_evaluator,
     register_function,
     register_trainer,
@@ -94,3 +96,40 @@ def test_unknown_names_are_told_with_what_there_is():
     )
     names = message.partition("Known: ")[2]
     assert "python" in names and names.endswith(".")
+
+
+def test_the_documents_names_are_those_of_hones_components():
+    plugins.discover()
+    names = [(kind, *pair) for kind, table in registry.ALIASES.items() for pair in table.items()]
+    assert len(names) == 3
+    for kind, theirs, ours in names:
+        component = registry.find(kind, theirs)
+        assert component is registry.find(kind, ours) is registry.find(kind, f"hone/{theirs}")
+        assert component is not None and component.name == ours
+        assert theirs not in {known.name for known in registry.known(kind)}
+        assert registry.is_alias(kind, {"_type": theirs}) and not registry.is_alias(
+            kind, {"_type": ours}
+        )
+
+
+def test_a_former_name_is_unknown_and_a_misspelt_one_is_guessed():
+    plugins.discover()
+    message = registry.unknown("trajectory_builder", "dataset_traj_builder")
+    assert message.startswith("no trajectory_builder is called 'dataset_traj_builder'. Known: ")
+    assert {"conversations", "rollouts"} <= set(re.findall(r"\w+", message.partition("Known: ")[2]))
+    assert {"dpo", "rl", "sft"} <= set(
+        re.findall(r"\w+", registry.unknown("trainer", "dpo_trainer"))
+    )
+    assert "Did you mean 'openpipe_art_trainer'?" in registry.unknown(
+        "trainer", "openpipe_art_traner"
+    )
+
+
+def test_a_plugin_cannot_have_a_name_of_the_documents():
+    class Theirs(TrainerConfig, name="openpipe_art_trainer"):
+        pass
+
+    plugins.discover()
+    with pytest.raises(ConfigError) as error:
+        register_trainer(Theirs)(doubler)  # pyright: ignore[reportArgumentType]  # any factory will do
+    assert "trainer 'openpipe_art_trainer' is already registered, by hone." in str(error.value)

@@ -1,5 +1,6 @@
 """schema.py and check.py: every problem of a file at once, each with its line and what to do."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_the_customizer_is_refused_with_what_to_use_instead(
         f"a.yml:3: {section}.x._type: {kind} {name!r} trains with the NeMo Customizer, a hosted "
     )
     assert problem.startswith(f"{start}product that hone does not call. Train on preference pairs ")
-    assert "`_type: dpo_trainer` instead" in problem
+    assert "`_type: dpo` instead" in problem
 
 
 def test_middleware_is_refused_by_name(write: Write):
@@ -143,7 +144,7 @@ def test_middleware_is_refused_by_name(write: Write):
 
 def test_what_hone_fills_in_itself_is_refused(write: Write):
     file = write("""\
-        trainers: {t: {_type: openpipe_art_trainer, reward: {name: x}}}
+        trainers: {t: {_type: rl, reward: {name: x}}}
         finetuning: {run_configuration: {dataset: x}}
         eval: {evaluators: {x: {_type: exact_match}}}
         """)
@@ -209,7 +210,7 @@ def test_numbers_are_finite_and_not_booleans(write: Write):
         loggers: [{_type: tensorboard, timeout_s: .nan}]
         trainer_adapters:
           t:
-            _type: openpipe_art_trainer_adapter
+            _type: hone_server
             backend: {engine_args: {enforce_eager: yes}}
             training: {learning_rates: [1e-6, on], max_staleness: off, importance_cap: no}
         finetuning: {on_policy_failure: {reward: -.inf}}
@@ -266,7 +267,7 @@ def test_defaults_are_those_of_the_seed_documents():
     run, general = document.finetuning, document.eval.general
     assert (run.enabled, run.num_epochs, run.target_functions) == (False, 1, ["<workflow>"])
     assert (run.target_model, run.reward_function) == (None, None)
-    assert run.output_dir == Path("./.tmp/nat/finetuning/")
+    assert run.output_dir == Path(".hone/runs/default")
     assert run.curriculum_learning.model_dump() == {
         "enabled": False,
         "initial_percentile": 0.3,
@@ -278,7 +279,31 @@ def test_defaults_are_those_of_the_seed_documents():
         "skip_excluded": False,
     }
     assert general.max_concurrency is None, "it follows the engine"
-    assert general.output_dir == Path("./.tmp/nat/examples/default/")
+    assert general.output_dir == Path(".hone/evals/default")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("train.yml", "train"),
+        ("agent/train.v2.yaml", "train.v2"),
+        ("agent/config.yml", "agent"),
+        ("agent/configs/config.yml", "agent"),
+        ("agent/runs/../config.yaml", "agent"),
+    ],
+)
+def test_output_goes_to_the_name_of_the_file(tmp_path: Path, file: str, name: str):
+    path = tmp_path / file
+    for folder in (path.parent, Path(os.path.abspath(path)).parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("finetuning: {num_epochs: 2}")
+    document = read(path)
+    assert document.finetuning.output_dir == Path(".hone/runs", name)
+    assert document.eval.general.output_dir == Path(".hone/evals", name)
+    path.write_text("finetuning: {output_dir: out}\neval: {general: {output: {dir: scores}}}")
+    document = read(path, [("finetuning.output_dir", "other")])
+    assert document.finetuning.output_dir == Path("other")
+    assert document.eval.general.output_dir == Path("scores")
 
 
 def test_defaults_of_what_hone_adds():

@@ -66,15 +66,15 @@ def test_basic_evaluation():
 def test_basic_training():
     document = read(SEED / "basic.yml")
     builder: Any = document.trajectory_builders["art_builder"]
-    assert (builder.type_name, builder.num_generations) == ("openpipe_art_traj_builder", 2)
+    assert (builder.type_name, builder.num_generations) == ("rollouts", 2)
     adapter: Any = document.trainer_adapters["art_adapter"]
-    assert adapter.type_name == "openpipe_art_trainer_adapter"
+    assert adapter.type_name == "hone_server"
     assert (adapter.backend.ip, adapter.backend.port) == ("localhost", 7623)
     assert (adapter.backend.name, adapter.backend.project) == ("my_training_run", "my_project")
     assert adapter.backend.base_model == "Qwen/Qwen2.5-3B-Instruct"
     assert plain_text(adapter.backend.api_key) == "default"
     assert adapter.training.learning_rate == 1e-06  # a number, though YAML 1.1 reads it as text
-    assert document.trainers["art_trainer"].type_name == "openpipe_art_trainer"
+    assert document.trainers["art_trainer"].type_name == "rl"
     run = document.finetuning
     assert run.enabled
     assert (run.trainer, run.trajectory_builder) == ("art_trainer", "art_builder")

@@ -54,13 +54,13 @@ workflow: {{_type: python, target: "agent.py:run", llm: policy}}
 eval:
   general: {{dataset: {{_type: json, file_path: rows.json}}}}
   evaluators: {{score: {{_type: python, target: "agent.py:score"}}}}
-trajectory_builders: {{b: {{_type: openpipe_art_traj_builder, num_generations: {rollouts}}}}}
+trajectory_builders: {{b: {{_type: rollouts, num_generations: {rollouts}}}}}
 trainer_adapters:
   a:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, name: {name}, project: e2e, base_model: {base}}}
     training: {{learning_rate: 1e-3}}
-trainers: {{t: {{_type: openpipe_art_trainer}}}}
+trainers: {{t: {{_type: rl}}}}
 finetuning:
   enabled: true
   trainer: t

@@ -14,12 +14,12 @@ workflow: {{_type: python, target: "agent.py:run", llm: model}}
 eval:
   general: {{dataset: {{_type: json, file_path: rows.json}}}}
   evaluators: {{length: {{_type: python, target: "agent.py:length"}}}}
-trajectory_builders: {{b: {{_type: openpipe_art_traj_builder, num_generations: 2}}}}
+trajectory_builders: {{b: {{_type: rollouts, num_generations: 2}}}}
 trainer_adapters:
   a:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, name: agent, project: mended, base_model: {model}}}
-trainers: {{t: {{_type: openpipe_art_trainer}}}}
+trainers: {{t: {{_type: rl}}}}
 finetuning:
   enabled: true
   trainer: t

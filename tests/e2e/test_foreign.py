@@ -35,13 +35,13 @@ eval:
     max_concurrency: 1
     dataset: {{_type: json, file_path: rows.json}}
   evaluators: {{length: {{_type: python, target: "agent.py:length"}}}}
-trajectory_builders: {{b: {{_type: openpipe_art_traj_builder, num_generations: 2}}}}
+trajectory_builders: {{b: {{_type: rollouts, num_generations: 2}}}}
 trainer_adapters:
   a:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, name: {name}, project: foreign, base_model: {model}}}
     training: {{learning_rate: 1e-3}}
-trainers: {{t: {{_type: openpipe_art_trainer}}}}
+trainers: {{t: {{_type: rl}}}}
 finetuning:
   enabled: true
   trainer: t

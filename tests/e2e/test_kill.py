@@ -41,14 +41,14 @@ eval:
   evaluators:
     vowels: {{_type: python, target: "agent.py:vowels"}}
 trajectory_builders:
-  groups: {{_type: openpipe_art_traj_builder, num_generations: {generations}}}
+  groups: {{_type: rollouts, num_generations: {generations}}}
 trainer_adapters:
   server:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, name: {name}, base_model: {base_model}}}
     training: {{learning_rate: 1e-3}}
 trainers:
-  loop: {{_type: openpipe_art_trainer}}
+  loop: {{_type: rl}}
 finetuning:
   enabled: true
   trainer: loop
@@ -163,7 +163,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     process.send_signal(signal.SIGINT)
     assert finetune.finish(process) == 130, finetune.outputs[-1]
     last = finetune.outputs[-1].strip().splitlines()[-1]
-    assert "Interrupted. The same command resumes run art_run_" in last
+    assert "Interrupted. The same command resumes run run_" in last
     assert not NOISE & set(finetune.outputs[-1].split()), finetune.outputs[-1]
     assert json.loads((finetune.output / "report.json").read_text())["status"] == "unfinished"
     text = (finetune.output / "report.md").read_text()

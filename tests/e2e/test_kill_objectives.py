@@ -1,4 +1,4 @@
-"""sft_trainer and dpo_trainer, killed while a job trains: the same command comes to the same end.
+"""The trainers sft and dpo, killed while a job trains: the same command comes to the same end.
 
 Runs in `make chaos`: each case starts three servers.
 """
@@ -41,10 +41,10 @@ eval:
   evaluators:
     length: {{_type: python, target: "agent.py:length"}}
 trajectory_builders:
-  rows: {{_type: dataset_traj_builder}}
+  rows: {{_type: conversations}}
 trainer_adapters:
   server:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{name: agent, base_model: {base_model}, root: root}}
     training: {{learning_rate: 1e-3, groups_per_optimizer_step: 1}}
 trainers:
@@ -86,7 +86,7 @@ def optimizer_steps(finetune: Finetune) -> int:
     return log.read_text().count('"phase": "train"') if log.exists() else 0
 
 
-@pytest.mark.parametrize("trainer", ["sft_trainer", "dpo_trainer"])
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
 def test_killed_while_a_job_trains_it_comes_to_the_same_end(
     environment: dict[str, str], tmp_path: Path, trainer: str
 ):

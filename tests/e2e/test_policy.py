@@ -62,13 +62,13 @@ workflow:
 eval:
   general: {{dataset: {{_type: json, file_path: rows.json}}}}
   evaluators: {{score: {{_type: python, target: "agent.py:score", llm: judge}}}}
-trajectory_builders: {{b: {{_type: openpipe_art_traj_builder, num_generations: 3}}}}
+trajectory_builders: {{b: {{_type: rollouts, num_generations: 3}}}}
 trainer_adapters:
   a:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {{ip: 127.0.0.1, port: {port}, name: {name}, project: e2e, base_model: {base}}}
     training: {{learning_rate: 1e-3}}
-trainers: {{t: {{_type: openpipe_art_trainer}}}}
+trainers: {{t: {{_type: rl}}}}
 finetuning:
   enabled: true
   trainer: t

@@ -34,6 +34,7 @@ def test_the_seeds_configuration_trains_and_reports(
     assert finetune.run() == 0, finetune.outputs[-1]
     output = finetune.outputs[-1]
     run_id = json.loads((finetune.output / "run.json").read_text())["run_id"]
+    assert run_id.startswith("art_run_")
     for line in (
         f"INFO - Starting epoch 1 for run {run_id}",
         f"INFO - Starting 2 evaluation runs for run_id: {run_id}",

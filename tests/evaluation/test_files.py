@@ -10,9 +10,9 @@ from tests.evaluation.made import call, item, step
 
 from hone.capture.base import SeenCall
 from hone.config.base import EvalDatasetStructure
-from hone.config.schema import EvalGeneralConfig
-from hone.errors import ConfigError, StateError
-from hone.evaluation.base import Score, output_of
+from hone.config.schema import EvalGeneralConfig, read
+from hone.errors import ConfigError, Conflict, StateError
+from hone.evaluation.base import EvalOptions, Score, output_of
 from hone.evaluation.files import OutputDir
 from hone.evaluation.results import ItemResult
 from hone.lock import lock_directory
@@ -222,6 +222,34 @@ def test_a_directory_that_cannot_be(tmp_path: Path):
     (tmp_path / "finished.jsonl").write_text("{}}\n")
     with pytest.raises(ConfigError, match=r"finished\.jsonl:1: not JSON .* remove the line"):
         out.finished()
+
+
+def test_a_default_directory_belongs_to_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.yml").write_text("{}")
+
+    def evaluate(name: str, *override: tuple[str, str]) -> Path:
+        file = Path(name, "train.yml")
+        document = read(file, override)
+        directory = OutputDir(document.eval.general, EvalDatasetStructure())
+        directory.prepare(["exact"], keep=False, config_file=document.file)
+        directory.write_config(document, EvalOptions(config_file=file))
+        directory.close()
+        return directory.path
+
+    assert evaluate("a") == evaluate("a") == tmp_path / ".hone/evals/train"
+    with pytest.raises(Conflict) as error:
+        evaluate("b")
+    assert str(error.value) == (
+        "eval.general.output_dir: .hone/evals/train holds the evaluation of a/train.yml, and "
+        "b/train.yml has the same name; name another directory with -o eval.general.output_dir DIR"
+    )
+    for name in ("a", "b"):  # a directory that is named is the user's decision
+        assert evaluate(name, ("eval.general.output_dir", "out")) == tmp_path / "out"
+    (tmp_path / "a/train.yml").unlink()
+    assert evaluate("b") == tmp_path / ".hone/evals/train"
 
 
 def test_names_of_evaluators_become_names_of_files(tmp_path: Path):

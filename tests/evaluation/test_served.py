@@ -51,9 +51,7 @@ class Workbench:
                 },
                 "evaluators": {"calls": {"_type": "avg_num_llm_calls"}},
             },
-            "trainer_adapters": {
-                "hone": {"_type": "openpipe_art_trainer_adapter", "backend": backend}
-            },
+            "trainer_adapters": {"hone": {"_type": "hone_server", "backend": backend}},
             "finetuning": {"trainer_adapter": "hone"},
         }
 

@@ -69,7 +69,7 @@ DOCUMENT: dict[str, Any] = {
     },
     "trajectory_builders": {"b": {"_type": "scripted_builder"}},
     "trainer_adapters": {"a": {"_type": "memory_adapter", "api_key": "sesame"}},
-    "trainers": {"t": {"_type": "openpipe_art_trainer"}},
+    "trainers": {"t": {"_type": "rl"}},
     "finetuning": {
         "enabled": True,
         "trainer": "t",

@@ -22,7 +22,7 @@ from hone.config.build import Builder, build
 from hone.config.schema import Document, read
 from hone.errors import ConfigError
 from hone.evaluation.run import Evaluation, evaluation
-from hone.finetune.adapter import ARTTrainerAdapter
+from hone.finetune.adapter import HoneServerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
 from hone.finetune.preflight import Check, failures, preflight
 
@@ -210,10 +210,10 @@ def document(
             },
             "evaluators": {"reward": {"_type": "python", "target": "agent.py:length"}},
         },
-        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder"}},
+        "trajectory_builders": {"b": {"_type": "rollouts"}},
         "trainer_adapters": {
             "a": {
-                "_type": "openpipe_art_trainer_adapter",
+                "_type": "hone_server",
                 "backend": {
                     "ip": address.hostname,
                     "port": address.port,
@@ -223,7 +223,7 @@ def document(
                 },
             }
         },
-        "trainers": {"t": {"_type": "openpipe_art_trainer"}},
+        "trainers": {"t": {"_type": "rl"}},
         "finetuning": {
             "enabled": True,
             "trainer": "t",
@@ -250,7 +250,7 @@ class Live:
 
     builder: Builder
     trajectories: TrajectoryBuilder
-    adapter: ARTTrainerAdapter
+    adapter: HoneServerAdapter
     evaluation: Evaluation
     id: str
 
@@ -290,7 +290,7 @@ class Rehearsal:
         doc = document(self.directory, self.server.base_url, base, **changes)
         async with build(doc) as builder:
             adapter = await builder.get_trainer_adapter("a")
-            assert isinstance(adapter, ARTTrainerAdapter)
+            assert isinstance(adapter, HoneServerAdapter)
             trajectories = await builder.get_trajectory_builder("b")
             await trajectories.initialize(doc.finetuning)
             await adapter.initialize(doc.finetuning)

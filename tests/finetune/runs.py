@@ -428,13 +428,13 @@ def _record(event: Line) -> dict[str, Any]:
 
 if __name__ == "__main__":
     from hone.report import metrics, report
-    from hone.report.history import History
+    from hone.report.history import RunHistory
 
     for name in sys.argv[2:] or STORIES:
         place = Path(sys.argv[1]) / name
         place.mkdir(parents=True, exist_ok=True)
         for old in place.glob("trajectories/*"):
             old.unlink()
-        history = History.of(map(parse, tell(STORIES[name], place)))
+        history = RunHistory.of(map(parse, tell(STORIES[name], place)))
         metrics.write(place, history)
         report.write(place)

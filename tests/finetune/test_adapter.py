@@ -1,4 +1,4 @@
-"""ARTTrainerAdapter at a real server with a tiny model."""
+"""HoneServerAdapter at a real server with a tiny model."""
 
 import json
 import secrets
@@ -18,14 +18,14 @@ from hone import LocalBackend, RemoteBackend
 from hone.backends import http
 from hone.errors import ConfigError, Conflict, Unprocessable, Unreachable
 from hone.event_log import EventLog
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import (
     TrainingJobRef,
     TrainingStatusEnum,
     Trajectory,
     TrajectoryCollection,
 )
-from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
+from hone.finetune.dataset_builder import ConversationBuilderConfig
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
@@ -33,7 +33,7 @@ COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 @asynccontextmanager
 async def ready(
     server: RemoteBackend, model: Path, training: Any = None, *, run: Any = None, **backend: Any
-) -> AsyncIterator[ARTTrainerAdapter]:
+) -> AsyncIterator[HoneServerAdapter]:
     """An initialized adapter; its connections are closed at the end, not the server."""
     adapter = adapter_for(server, model, training, **backend)
     await adapter.initialize(run or finetuning())
@@ -140,7 +140,7 @@ async def test_another_base_model_under_the_same_name_is_refused(
 @pytest.mark.e2e
 async def test_a_server_of_its_own(tmp_path: Path, tiny_model: Path):
     block = {"root": tmp_path / "own", "base_model": str(tiny_model)}
-    adapter = ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate({"backend": block}))
+    adapter = HoneServerAdapter(HoneServerAdapterConfig.model_validate({"backend": block}))
     assert isinstance(adapter.backend, LocalBackend)
     assert not (tmp_path / "own").exists(), "nothing is started before it is needed"
     await adapter.initialize(finetuning())
@@ -253,7 +253,7 @@ async def test_rollouts_nobody_recorded_are_refused_in_the_seed_s_words(
             await adapter.submit(group)
 
 
-async def readable(adapter: ARTTrainerAdapter, nth: int) -> Any:
+async def readable(adapter: HoneServerAdapter, nth: int) -> Any:
     """An answer whose text holds all of its tokens; random weights also say half characters."""
     seeds = (await rollout(adapter, new_run(), max_tokens=1, seed=s) for s in range(100))
     texts = [choice async for choice in seeds if (choice.message.content or "\ufffd").isascii()]
@@ -340,7 +340,7 @@ async def test_rows_of_a_dataset_are_trained_in_any_order(server: LocalBackend, 
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     rows = [[before, asks, answers], [asks, before, answers], [asks, answers, answers]]
     groups = [
-        DatasetTrajectoryBuilderConfig().trajectories(str(i), {"messages": row, "tools": [tool]})
+        ConversationBuilderConfig().trajectories(str(i), {"messages": row, "tools": [tool]})
         for i, row in enumerate(rows)
     ]
     async with ready(server, tiny_model) as adapter:

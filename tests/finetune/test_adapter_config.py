@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from hone import LocalBackend
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 
 
-def config(**blocks: Any) -> ARTTrainerAdapterConfig:
-    return ARTTrainerAdapterConfig.model_validate({"backend": {}, **blocks})
+def config(**blocks: Any) -> HoneServerAdapterConfig:
+    return HoneServerAdapterConfig.model_validate({"backend": {}, **blocks})
 
 
 def test_the_seed_s_defaults():
@@ -54,7 +54,7 @@ def test_the_engine_of_the_run_s_own_server():
     chosen = config(backend={"engine": "vllm", "engine_python": "/opt/vllm/bin/python"}).backend
     options = {"engine": "vllm", "engine_python": "/opt/vllm/bin/python"}
     assert chosen.server_options() == options
-    adapter = ARTTrainerAdapter(config(backend=options))
+    adapter = HoneServerAdapter(config(backend=options))
     assert isinstance(adapter.backend, LocalBackend) and adapter.backend.settings == options
 
 
@@ -62,7 +62,7 @@ def test_the_engine_of_the_run_s_own_server():
 def test_a_running_vllm_for_the_run_s_own_server(key: str):
     url = "http://gpu1:8000"
     backend = {key: {"url": url} if key == "engine" else url}
-    adapter = ARTTrainerAdapter(config(backend=backend))
+    adapter = HoneServerAdapter(config(backend=backend))
     assert isinstance(adapter.backend, LocalBackend)
     assert adapter.backend.settings == {"engine_url": url}
     assert backend[key] in (url, {"url": url})  # the document is as it was written

@@ -1,4 +1,4 @@
-"""ARTTrainerAdapter at a stand-in that does what a sound server never does."""
+"""HoneServerAdapter at a stand-in that does what a sound server never does."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.sdk.standin import StandIn, refusal
 
 from hone import RemoteBackend
 from hone.errors import Conflict, HoneError, NotFound
-from hone.finetune.adapter import LESS_MEMORY, ARTTrainerAdapter
+from hone.finetune.adapter import LESS_MEMORY, HoneServerAdapter
 from hone.finetune.base import (
     TrainingJobRef,
     TrainingStatusEnum,
@@ -27,7 +27,7 @@ COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 @asynccontextmanager
 async def submitted(
     standin: StandIn, *, patience_s: float = 2.0, **run: Any
-) -> AsyncIterator[tuple[ARTTrainerAdapter, TrainingJobRef]]:
+) -> AsyncIterator[tuple[HoneServerAdapter, TrainingJobRef]]:
     """A job at a server that does what the test says."""
     async with serving(standin.app) as url:
         adapter = adapter_for(RemoteBackend(url), "b")

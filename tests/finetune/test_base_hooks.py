@@ -14,11 +14,11 @@ from tests.finetune.worlds import finetuning
 from hone.evaluation.base import EvalOutputItem
 from hone.event_log import EventLog
 from hone.finetune.base import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
-from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
-from hone.finetune.trainer import ARTTrainer
+from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
+from hone.finetune.trainer import EpochTrainer
 
 
-class Easiest(ARTTrainer):
+class Easiest(EpochTrainer):
     """Trains on the best group only."""
 
     def apply_curriculum_learning(
@@ -41,7 +41,7 @@ async def test_an_own_curriculum_chooses_what_is_trained(bench: Bench):
     assert [e["metrics"]["filtered_groups"] for e in collected] == [1, 1]
 
 
-class Elsewhere(ARTTrainer):
+class Elsewhere(EpochTrainer):
     """Writes its metrics into a directory of its own."""
 
     def log_progress(
@@ -58,7 +58,7 @@ async def test_the_trainer_s_progress_goes_where_it_is_sent(bench: Bench):
     assert not (bench.directory / "training_metrics.jsonl").exists()
 
 
-class Measured(ARTTrainer):
+class Measured(EpochTrainer):
     """Measures held-out reward itself, and returns what NeMo's trainer does."""
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ async def test_builder_and_adapter_log_each_round_into_the_output_directory(benc
     assert {place for _, _, place in adapter.lines} == {output_dir}
 
 
-class Half(ARTTrajectoryBuilder):
+class Half(RolloutBuilder):
     """Gives half of the evaluator's score, none to example b, and no number to example d."""
 
     async def compute_reward(
@@ -134,7 +134,7 @@ class Half(ARTTrajectoryBuilder):
 
 
 async def test_an_own_reward_is_what_is_recorded(tmp_path: Path):
-    builder = Half(ARTTrajectoryBuilderConfig())
+    builder = Half(RolloutBuilderConfig())
     await builder.initialize(finetuning(reward_function={"name": "score"}, rollout_retries=0))
     builder.bind_evaluation(evaluation("abcd", lambda input: "0.8"))
     with EventLog(tmp_path / "events.jsonl") as events:

@@ -1,4 +1,4 @@
-"""ARTTrajectoryBuilder over a real server with a tiny model: groups, targets, values."""
+"""RolloutBuilder over a real server with a tiny model: groups, targets, values."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from hone.errors import ConfigError, Conflict, PolicyFailure
 from hone.event_log import EventLog, read
 from hone.events import RolloutDone
 from hone.finetune.base import EpisodeItem, EpisodeItemRole, TrajectoryCollection
-from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
+from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.rerender import conversations
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
@@ -115,7 +115,7 @@ async def test_all_generations_share_one_budget(server: LocalBackend, tiny_model
 
 
 async def test_unknown_runs_and_missing_parts(server: LocalBackend, tiny_model: Path):
-    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig())
+    builder = RolloutBuilder(RolloutBuilderConfig())
     assert builder.num_generations == 2
     with pytest.raises(ValueError, match="No evaluation runs found for run_id: nobody"):
         await builder.finalize("nobody")
@@ -151,7 +151,7 @@ async def test_small_groups_are_dropped_and_counted(server: LocalBackend, tiny_m
 
 
 def test_its_own_log(tmp_path: Path):
-    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=4))
+    builder = RolloutBuilder(RolloutBuilderConfig(num_generations=4))
     metrics = {"avg": 0.5, "bad": float("nan"), "num_generations": 8, "name": "mine"}
     builder.log_progress("r1", metrics, str(tmp_path))
     [line] = (tmp_path / "trajectory_builder_r1.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""ARTTrajectoryBuilder over a real server with a tiny model: what fails, goes on, or is not seen."""
+"""RolloutBuilder over a real server with a tiny model: what fails, goes on, or is not seen."""
 
 import asyncio
 import json

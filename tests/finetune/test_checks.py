@@ -29,13 +29,13 @@ eval:
       file_path: train.jsonl
   evaluators:
     reward: {_type: python, target: "reward.py:score"}
-trajectory_builders: {b: {_type: openpipe_art_traj_builder, num_generations: 4}}
+trajectory_builders: {b: {_type: rollouts, num_generations: 4}}
 trainer_adapters:
   a:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend:
       base_model: smollm2-135m-instruct
-trainers: {t: {_type: openpipe_art_trainer}}
+trainers: {t: {_type: rl}}
 finetuning:
   enabled: true
   trainer: t
@@ -255,9 +255,9 @@ def test_problems_stand_in_the_order_of_the_lines(refused: Refused):
 # ---- what a run needs ---------------------------------------------------------------------------
 
 REST = """\
-trajectory_builders: {b: {_type: openpipe_art_traj_builder}}
-trainer_adapters: {a: {_type: openpipe_art_trainer_adapter, backend: {}}}
-trainers: {t: {_type: openpipe_art_trainer}}
+trajectory_builders: {b: {_type: rollouts}}
+trainer_adapters: {a: {_type: hone_server, backend: {}}}
+trainers: {t: {_type: rl}}
 finetuning: {enabled: true, trainer: t, trajectory_builder: b, trainer_adapter: a}
 """
 

@@ -18,9 +18,9 @@ from tests.fakes import MemoryAdapter
 from hone import trajectory as sdk
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import Baseline, Credit
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import (
-    Comparison,
+    AdvantageSettings,
     EpisodeItem,
     EpisodeItemRole,
     Trajectory,
@@ -442,7 +442,7 @@ def test_as_many_groups_are_flat_as_the_learner_says(
 ):
     config = TrainConfig(credit=credit, baseline=baseline)
     truth = make_samples(learner(groups), config, vocab=10, max_positions=100)
-    comparison = Comparison(credit, baseline)
+    comparison = AdvantageSettings(credit, baseline)
     assert num_flat(harness(groups), comparison) == truth.flat_groups
     if baseline == "group":
         assert sum(s == 0 for s in spreads(harness(groups), comparison)) == truth.flat_groups
@@ -450,13 +450,17 @@ def test_as_many_groups_are_flat_as_the_learner_says(
 
 def test_it_is_read_from_the_adapter_and_has_the_defaults_of_a_job():
     block: dict[str, Any] = {"backend": {}, "training": {"credit": "per_call", "baseline": "batch"}}
-    adapter = ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate(block))
-    assert adapter.comparison == Comparison("per_call", "batch")
+    adapter = HoneServerAdapter(HoneServerAdapterConfig.model_validate(block))
+    assert adapter.comparison == AdvantageSettings("per_call", "batch")
     job = TrainConfig()
-    assert MemoryAdapter().comparison == Comparison(job.credit, job.baseline) == Comparison()
+    assert (
+        MemoryAdapter().comparison
+        == AdvantageSettings(job.credit, job.baseline)
+        == AdvantageSettings()
+    )
 
 
-def chosen(comparison: Comparison, *groups: list[Rollout]) -> list[int]:
+def chosen(comparison: AdvantageSettings, *groups: list[Rollout]) -> list[int]:
     """Which of the groups the curriculum trains on."""
     config = CurriculumLearningConfig(enabled=True, initial_percentile=1.0, min_reward_diff=0.1)
     scored = harness(list(groups))
@@ -471,14 +475,14 @@ def chosen(comparison: Comparison, *groups: list[Rollout]) -> list[int]:
 def test_the_curriculum_leaves_out_what_teaches_nothing_and_nothing_else():
     same_outcome: list[Rollout] = [(1.0, [0.0, 1.0]), (1.0, [1.0, 1.0])]
     same_values: list[Rollout] = [(0.0, [1.0]), (1.0, [1.0])]
-    assert chosen(Comparison("outcome"), same_outcome, same_values) == [1]
-    assert chosen(Comparison("per_call"), same_outcome, same_values) == [0]
+    assert chosen(AdvantageSettings("outcome"), same_outcome, same_values) == [1]
+    assert chosen(AdvantageSettings("per_call"), same_outcome, same_values) == [0]
     # Sums from the end: [1, 1] and [2, 1], and 1 and 1.
-    assert chosen(Comparison("return_to_go"), same_outcome, same_values) == [0]
+    assert chosen(AdvantageSettings("return_to_go"), same_outcome, same_values) == [0]
     # Compared with the batch, whose mean is 0.75: 1.0 lies 0.25 above it.
-    assert chosen(Comparison(baseline="batch"), same_outcome, same_values) == [0, 1]
+    assert chosen(AdvantageSettings(baseline="batch"), same_outcome, same_values) == [0, 1]
     # And a group at the mean of its batch, 0.5, has advantages of 0.
     low: list[Rollout] = [(0.0, [0.0]), (0.0, [0.0])]
     high: list[Rollout] = [(1.0, [0.0]), (1.0, [0.0])]
     middle: list[Rollout] = [(0.5, [0.0]), (0.5, [0.0])]
-    assert chosen(Comparison(baseline="batch"), low, middle, high) == [0, 2]
+    assert chosen(AdvantageSettings(baseline="batch"), low, middle, high) == [0, 2]

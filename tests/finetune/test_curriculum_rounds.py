@@ -1,6 +1,6 @@
 """The numbers of a round."""
 
-from hone.finetune.base import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.base import AdvantageSettings, Trajectory, TrajectoryCollection
 from hone.finetune.curriculum import num_flat, round_metrics
 
 
@@ -29,4 +29,4 @@ def test_nothing_has_no_mean():
 
 def test_equal_rewards_are_counted_also_where_rounding_parts_them():
     groups = collection([0.3, 0.1 + 0.2], [0, 0], [5], [0.3, 0.31]).trajectories
-    assert num_flat(groups, Comparison()) == 3
+    assert num_flat(groups, AdvantageSettings()) == 3

@@ -10,7 +10,7 @@ from tests.finetune.test_journal import record
 from hone.config.build import Served
 from hone.config.schema import Document, FinetuneRunConfig, read
 from hone.config.secrets import HIDDEN
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.fingerprint import (
     differences,
     evaluators_of,
@@ -28,7 +28,7 @@ eval:
     dataset: {_type: json, file_path: rows.json}
 trainer_adapters:
   server:
-    _type: openpipe_art_trainer_adapter
+    _type: hone_server
     backend: {ip: localhost, port: 7623, name: tuned}
 finetuning:
   num_epochs: 3
@@ -51,9 +51,7 @@ def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
     assert facts == {
         "llms": {"policy": {"_type": "openai", "model_name": "m", "api_key": HIDDEN}},
         "eval": {"general": {"dataset": {"_type": "json", "file_path": "rows.json"}}},
-        "trainer_adapters": {
-            "server": {"_type": "openpipe_art_trainer_adapter", "backend": {"name": "tuned"}}
-        },
+        "trainer_adapters": {"server": {"_type": "hone_server", "backend": {"name": "tuned"}}},
         "finetuning": {"seed": 4},
         "code": {},
         "command": {
@@ -249,8 +247,8 @@ def test_where_the_result_is():
     served = Served(base_url="http://gpu:8000/v1", api_key="k", model="m")
 
     def address(**backend: Any) -> dict[str, Any]:
-        config = ARTTrainerAdapterConfig.model_validate({"backend": backend})
-        adapter = ARTTrainerAdapter(config)
+        config = HoneServerAdapterConfig.model_validate({"backend": backend})
+        adapter = HoneServerAdapter(config)
         adapter.served = served
         description = adapter.describe()
         return {key: description[key] for key in ("base_url", "root") if key in description}

@@ -213,10 +213,10 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
     command, root = Command(tmp_path), tmp_path / "root"
     document = {
         **DOCUMENT,
-        "trajectory_builders": {"b": {"_type": "openpipe_art_traj_builder", "num_generations": 2}},
+        "trajectory_builders": {"b": {"_type": "rollouts", "num_generations": 2}},
         "trainer_adapters": {
             "a": {
-                "_type": "openpipe_art_trainer_adapter",
+                "_type": "hone_server",
                 "backend": {"name": "agent", "base_model": "nobody/none", "root": str(root)},
             }
         },

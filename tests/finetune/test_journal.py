@@ -1,6 +1,7 @@
 """What a killed run needs to go on."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -34,11 +35,12 @@ def failed(kind: str) -> FailureRecord:
 
 def test_a_run_keeps_its_id_and_counts_its_starts(tmp_path: Path):
     with Journal.open(tmp_path / "out", FACTS) as first:
-        assert first.run_id.startswith("art_run_") and len(first.run_id) == len("art_run_") + 8
-        int(first.run_id.removeprefix("art_run_"), 16)
+        assert re.fullmatch(r"run_[0-9a-f]{8}", first.run_id)
         assert first.session == 1
     with Journal.open(tmp_path / "out", FACTS) as second:
         assert (second.run_id, second.session) == (first.run_id, 2)
+    with Journal.open(tmp_path / "theirs", FACTS, prefix="art_run") as theirs:
+        assert re.fullmatch(r"art_run_[0-9a-f]{8}", theirs.run_id)
     resumed = plan_start(tmp_path / "out", FACTS, fresh=False).resumed
     assert resumed is not None and (resumed.run_id, resumed.session) == (first.run_id, 3)
     anew = plan_start(tmp_path / "out", FACTS, fresh=True)

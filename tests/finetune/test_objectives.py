@@ -1,4 +1,4 @@
-"""dpo_trainer, sft_trainer and dataset_traj_builder: what is read, refused, sent and resumed."""
+"""The trainers dpo and sft, the builder conversations: what is read, refused, sent and resumed."""
 
 import json
 from collections import Counter
@@ -13,13 +13,13 @@ from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError, Conflict
 from hone.event_log import FILE, read
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
-from hone.finetune.dataset_builder import DatasetTrajectoryBuilderConfig
+from hone.finetune.dataset_builder import ConversationBuilderConfig
 from hone.finetune.rerender import sdk_groups
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.plots import training_rewards
 
 USER = {"role": "user", "content": "2 + 2?"}
-ROWS = DatasetTrajectoryBuilderConfig()
+ROWS = ConversationBuilderConfig()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -28,7 +28,7 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 def sent(
-    row: dict[str, Any], config: DatasetTrajectoryBuilderConfig = ROWS, objective: Any = None
+    row: dict[str, Any], config: ConversationBuilderConfig = ROWS, objective: Any = None
 ) -> list[Any]:
     """The messages and the reward of each trajectory of a row, as the server gets them."""
     groups, dropped = sdk_groups(
@@ -112,7 +112,7 @@ def test_a_dataset_may_have_messages_in_any_order():
 
 
 def test_columns_can_have_other_names_and_tools():
-    config = DatasetTrajectoryBuilderConfig(
+    config = ConversationBuilderConfig(
         chosen_key="chosen_response", rejected_key="rejected_response"
     )
     row = {
@@ -179,7 +179,7 @@ def test_preference_pairs_of_other_builders_are_sent_as_groups_of_two():
 # ---- the command ----------------------------------------------------------------------------------
 
 
-def document(trainer: str, builder: str = "dataset_traj_builder", **more: Any) -> dict[str, Any]:
+def document(trainer: str, builder: str = "conversations", **more: Any) -> dict[str, Any]:
     changed = {
         "trajectory_builders": {"b": {"_type": builder}},
         "trainers": {"t": {"_type": trainer, **more}},
@@ -191,7 +191,7 @@ def document(trainer: str, builder: str = "dataset_traj_builder", **more: Any) -
 def sft(command: Command) -> Command:
     rows = [{"id": q, "question": q, "messages": [USER, assistant(q)]} for q in "abc"]
     (command.directory / "train.json").write_text(json.dumps(rows))
-    command.file.write_text(yaml.safe_dump(document("sft_trainer")))
+    command.file.write_text(yaml.safe_dump(document("sft")))
     return command
 
 
@@ -209,7 +209,7 @@ def test_sft_trains_the_rows_without_rollouts_and_measures_held_out_ones(sft: Co
     assert len(sft.events("validation")) == 2
     report = json.loads((sft.out / "report.json").read_text())
     assert report["epochs"] == 2 and (sft.out / "report.html").exists()
-    assert training_rewards(History.of(read(sft.out / FILE))) == []  # and no crosses for gaps
+    assert training_rewards(RunHistory.of(read(sft.out / FILE))) == []  # and no crosses for gaps
 
 
 def test_what_an_adapter_cannot_send_is_counted(sft: Command):
@@ -231,7 +231,7 @@ def problems(command: Command, changed: dict[str, Any]) -> str:
 
 def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command):
     art = {
-        "_type": "openpipe_art_trainer_adapter",
+        "_type": "hone_server",
         "backend": {"base_model": "smollm2-135m-instruct"},
     }
     llms = {"policy": {"_type": "trainable"}}
@@ -240,20 +240,19 @@ def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command
         adapters = {"a": {**art, "training": training}}
         return {**document(trainer), "trainer_adapters": adapters, "llms": llms}
 
-    rollouts = {**document("sft_trainer", "openpipe_art_traj_builder")}
-    assert "sft_trainer would train on all of them" in problems(sft, rollouts)
-    assert "set a trainer of type sft_trainer or dpo_trainer" in problems(
-        sft, document("openpipe_art_trainer")
-    )
-    wrong = problems(sft, with_training("dpo_trainer", loss="grpo"))
-    assert "is 'grpo', but trainer 't' is of type dpo_trainer" in wrong
-    wrong = problems(sft, with_training("dpo_trainer", beta=0.1))
+    rollouts = {**document("sft", "rollouts")}
+    assert "sft would train on all of them" in problems(sft, rollouts)
+    for trainer in ("rl", "openpipe_art_trainer"):
+        assert "set a trainer of type sft or dpo" in problems(sft, document(trainer))
+    wrong = problems(sft, with_training("dpo", loss="grpo"))
+    assert "is 'grpo', but trainer 't' is of type dpo" in wrong
+    wrong = problems(sft, with_training("dpo", beta=0.1))
     assert "beta is 0.1, which has no effect on loss 'dpo'" in wrong and "Set dpo_beta" in wrong
     (sft.directory / "train.json").write_text(json.dumps([{"id": "a", "question": "a"}]))
-    assert "row 'a' has neither 'messages'" in problems(sft, document("sft_trainer"))
+    assert "row 'a' has neither 'messages'" in problems(sft, document("sft"))
     rows = [{"id": "a", "question": "a", "messages": [USER, assistant("4")]}]
     (sft.directory / "train.json").write_text(json.dumps(rows))
-    assert "row 'a' has no pair of 'chosen'" in problems(sft, document("dpo_trainer"))
+    assert "row 'a' has no pair of 'chosen'" in problems(sft, document("dpo"))
 
 
 def test_a_resumed_run_on_a_dataset_refuses_another_configuration(sft: Command):
@@ -276,7 +275,7 @@ def test_sft_of_a_dataset_with_pairs_trains_the_preferred_answers(sft: Command):
 
 
 def test_dpo_takes_pairs_from_groups_and_sends_its_keys(command: Command):
-    changed = document("dpo_trainer", "scripted_builder", beta=0.3, pairs="all")
+    changed = document("dpo", "scripted_builder", beta=0.3, pairs="all")
     command.file.write_text(yaml.safe_dump(changed))
     assert command() == 0
     keys = (next(iter(Parts.adapter.jobs.values())).metadata or {})["training"]

@@ -20,9 +20,9 @@ from hone.evaluation.ruler import RulerConfig
 from hone.evaluation.run import Evaluation
 from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
-from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
+from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.journal import Journal
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.rollout_record import RolloutRecord, kinds_at_close
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
@@ -108,13 +108,13 @@ class Trained:
     def train(self, num_examples: int, *, generations: int = 2) -> None:
         names = [f"t{n}" for n in range(num_examples)]
         self.bench.training = self.evaluation(names)
-        config = ARTTrajectoryBuilderConfig(num_generations=generations)
-        self.bench.real_builder = ARTTrajectoryBuilder(config)
+        config = RolloutBuilderConfig(num_generations=generations)
+        self.bench.real_builder = RolloutBuilder(config)
         self.bench.real_builder.adapter = self.bench.adapter
 
     @property
-    def history(self) -> History:
-        return History.of(read(self.bench.directory / "events.jsonl"))
+    def history(self) -> RunHistory:
+        return RunHistory.of(read(self.bench.directory / "events.jsonl"))
 
     def records(self, epoch: int = 0, round: int = 0) -> list[RolloutRecord]:
         with Journal.open(self.bench.directory, {}) as journal:
@@ -481,7 +481,7 @@ async def test_an_evaluator_that_takes_too_long_for_one_output_is_the_policys(be
 
 
 async def test_a_plugin_whose_compute_reward_raises_follows_the_same_rule(bench: Bench):
-    class Picky(ARTTrajectoryBuilder):
+    class Picky(RolloutBuilder):
         async def compute_reward(self, output_item: Any, meta: Any = None) -> float:
             return {"bad": -0.5, "right": 1.0}[output_item.reasoning]
 
@@ -492,7 +492,7 @@ async def test_a_plugin_whose_compute_reward_raises_follows_the_same_rule(bench:
     async with trained(bench, mixed) as run:
         run.agent, run.reward = lenient, Told()
         run.train(4)
-        bench.real_builder = Picky(ARTTrajectoryBuilderConfig(num_generations=2))
+        bench.real_builder = Picky(RolloutBuilderConfig(num_generations=2))
         bench.real_builder.adapter = bench.adapter
         await bench.run(1)
         assert run.history.failures == {"policy: evaluator": 2}

@@ -40,7 +40,7 @@ async def test_a_server_that_went_away(
         run.adapter.backend.base_url = "http://127.0.0.1:1"
         [check] = failures(await run.checks())
     assert check.name == "server"
-    assert check.message.startswith("Failed to connect to ART backend. is_healthy() of ARTTrainer")
+    assert check.message.startswith("Failed to connect to ART backend. is_healthy() of HoneServer")
     assert "curl http://127.0.0.1:1/health" in caplog.text
 
 

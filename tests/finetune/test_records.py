@@ -18,7 +18,7 @@ from hone.finetune.records import (
 )
 from hone.redact import HIDDEN
 from hone.rollout_record import EpisodeItem, EpisodeItemRole, FailureRecord, RolloutRecord
-from hone.sinks.base import Rollout
+from hone.sinks.base import LoggedRollout
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.jsonable import plain
@@ -102,7 +102,7 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     record = recorded_as(result, Place("val", 0), with_calls=True)
     assert RolloutRecord.model_validate_json(record.model_dump_json()) == record
     assert [c.messages is None for c in record.model_calls] == [True, False, True, False]
-    sent = Rollout.model_validate_json(record.model_dump_json())
+    sent = LoggedRollout.model_validate_json(record.model_dump_json())
     asked_again = {"role": "user", "content": "cut ?"}
     assert [(c.id, messages, reply) for c, messages, reply in sent.conversations()] == [
         ("c0", [question], answered),
@@ -115,7 +115,7 @@ def test_model_calls_keep_their_text_only_where_the_last_conversation_lacks_it()
     # A logger may run in an environment with an older hone than the run.
     newer = json.loads(record.model_dump_json()) | {"unknown": 1}
     newer["model_calls"][0] |= {"unknown": 2}
-    assert Rollout.model_validate(newer) == sent
+    assert LoggedRollout.model_validate(newer) == sent
 
 
 def test_what_is_trained_stays_and_all_other_text_loses_its_secrets(

@@ -20,12 +20,12 @@ from hone.evaluation.run import Evaluation
 from hone.event_log import FILE, EventLog, read
 from hone.events import EpochCollected
 from hone.finetune.base import Trainer, TrajectoryBuilder
-from hone.finetune.dataset_builder import DatasetTrajectoryBuilder, DatasetTrajectoryBuilderConfig
+from hone.finetune.dataset_builder import ConversationBuilder, ConversationBuilderConfig
 from hone.finetune.journal import Journal
 from hone.finetune.objectives import SFTTrainerConfig
 from hone.finetune.resume import RunState
-from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
-from hone.report.history import History
+from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
+from hone.report.history import RunHistory
 from hone.workflow.function import Function
 
 EPOCHS = 2
@@ -77,12 +77,12 @@ class World:
 
     def _parts(self) -> tuple[Trainer, TrajectoryBuilder]:
         if "sft" in self.directory.parts:
-            rows = DatasetTrajectoryBuilder(DatasetTrajectoryBuilderConfig())
-            return ARTTrainer(SFTTrainerConfig()), rows
+            rows = ConversationBuilder(ConversationBuilderConfig())
+            return EpochTrainer(SFTTrainerConfig()), rows
         # A part of the harness dies with it; what it knows of earlier rollouts is the journal's.
         builder = ScriptedBuilder(self._reward, generations=2)
         builder.ran = self.builder.ran
-        return ARTTrainer(ARTTrainerConfig()), builder
+        return EpochTrainer(RLTrainerConfig()), builder
 
     async def run(self) -> list[Any]:
         """One start of the harness, which may be killed."""
@@ -116,7 +116,7 @@ class World:
 
     def rewards(self) -> list[Any]:
         """Rewards by epoch and example, as a report shows them."""
-        history = History.of(read(self.directory / FILE))
+        history = RunHistory.of(read(self.directory / FILE))
         return [
             {example: sorted(known) for example, known in history.rewards(epoch).items()}
             for epoch in history.epochs

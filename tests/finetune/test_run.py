@@ -245,6 +245,31 @@ def test_another_configuration_is_refused_unless_fresh(command: Command):
     assert len(Parts.adapter.anew) == 2
 
 
+@pytest.mark.parametrize(
+    ("trainer", "prefix"), [("openpipe_art_trainer", "art_run_"), ("rl", "run_")]
+)
+def test_the_id_of_a_run_follows_the_name_of_its_trainer(
+    command: Command, trainer: str, prefix: str
+):
+    assert command(("trainers.t._type", trainer)) == 0
+    assert command.run_id.startswith(prefix)
+
+
+def test_without_output_dir_two_files_of_one_name_share_no_run(command: Command):
+    config = command.file.read_text().replace("  output_dir: out\n", "")
+    assert "output_dir" not in config
+    command.file.write_text(config)
+    assert command() == 0
+    run = command.directory / ".hone/runs/train/run.json"
+    before = run.read_text()
+    (command.directory / "other").mkdir()
+    command.file = command.file.rename(command.directory / "other/train.yml")
+    command.file.write_text(config.replace("agent.py", "../agent.py") + "\nllms: {}\n")
+    with pytest.raises(Conflict, match=r"with -o finetuning\.output_dir DIR"):
+        command()
+    assert run.read_text() == before
+
+
 def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.LogCaptureFixture):
     Parts.adapter = SickAdapter()
     assert command() == 1

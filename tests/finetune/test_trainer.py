@@ -16,8 +16,8 @@ from hone.config.schema import (
 from hone.errors import ConfigError, PolicyFailure
 from hone.event_log import read
 from hone.finetune.base import TrainingStatusEnum
-from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
-from hone.report.history import History
+from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
+from hone.report.history import RunHistory
 
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
@@ -38,10 +38,10 @@ async def test_the_console_reads_as_in_the_seed(bench: Bench, caplog: pytest.Log
     with caplog.at_level(logging.INFO, logger="hone"):
         await bench.run(2)
     messages = [record.message for record in caplog.records]
-    assert re.fullmatch(r"Starting epoch 1 for run art_run_[0-9a-f]{8}", messages[0])
+    assert re.fullmatch(r"Starting epoch 1 for run run_[0-9a-f]{8}", messages[0])
     # Mean of 0.1 and 0.3.
     assert messages[1] == "Epoch 1 progress logged - Avg Reward: 0.2000, Trajectories: 8"
-    assert re.fullmatch(r"Training art_run_[0-9a-f]{8} completed successfully\.", messages[2])
+    assert re.fullmatch(r"Training run_[0-9a-f]{8} completed successfully\.", messages[2])
     assert messages[3] == "Completed epoch 1/2"
     assert messages[5] == "Epoch 2 progress logged - Avg Reward: 0.3000, Trajectories: 8"
 
@@ -336,7 +336,7 @@ async def test_pruning_spares_what_a_lower_reward_of_failures_can_make_the_best(
     bench.validation = evaluation("xy", answer)
     bench.keys = {"keep_checkpoints": 1, "on_policy_failure": instead}
     await bench.run(3)
-    best = History.of(read(bench.directory / "events.jsonl")).best
+    best = RunHistory.of(read(bench.directory / "events.jsonl")).best
     assert best is not None and best.step == (6 if instead == "lowest" else 7)
     assert bench.adapter.pruned == [{5}, {5, 6}, {5, 6, 7} if instead == "lowest" else {5, 7}]
 
@@ -358,13 +358,13 @@ async def test_a_flat_reward_is_explained(bench: Bench):
 
 
 async def test_its_own_words(bench: Bench):
-    fresh = ARTTrainer(ARTTrainerConfig())
+    fresh = EpochTrainer(RLTrainerConfig())
     assert (fresh._job_refs, fresh._run_id) == ([], None)
     assert (fresh._reward_history, fresh._validation_history) == ([], [])
     with pytest.raises(ConfigError, match="was not initialized"):
         await fresh.run(1)
     trainer = await bench.start()
-    assert re.fullmatch(r"art_run_[0-9a-f]{8}", trainer._run_id or "")
+    assert re.fullmatch(r"run_[0-9a-f]{8}", trainer._run_id or "")
     await trainer.run(2)
     metrics = await trainer.get_metrics(trainer.journal.run_id)
     assert metrics["total_epochs"] == len(metrics["jobs"]) == 2

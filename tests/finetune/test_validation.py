@@ -20,7 +20,7 @@ from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
 from hone.finetune.validation import Validator, missing
 from hone.report.comparison import Comparison, comparison
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.rollout_record import FailureRecord, RolloutRecord
 
 COMPLETED = TrainingStatusEnum.COMPLETED
@@ -180,7 +180,7 @@ async def test_validations_are_counted_anew_when_a_lower_reward_appears(bench: B
     await bench.run(2)
     # At first 0 and 0.4; with -1 as the run's lowest reward, -1 and 0.4.
     assert [e["avg_reward"] for e in bench.events("validation")] == pytest.approx([0.2, 0.0, -0.3])
-    history = History.of(read(bench.directory / "events.jsonl"))
+    history = RunHistory.of(read(bench.directory / "events.jsonl"))
     assert history.failure_reward == -1.0
     assert [v.mean for v in history.validations] == pytest.approx([-0.3, 0.0, -0.3])
     assert history.best is not None and history.best.step == 1
@@ -199,7 +199,7 @@ async def test_a_failure_of_the_environment_does_not_lower_the_reward(bench: Ben
     bench.validation = evaluation("xyzw", unlucky)
     bench.keys = {"rollout_retries": 0, "max_infrastructure_failures": 0.5}
     await bench.run(1)
-    history = History.of(read(bench.directory / "events.jsonl"))
+    history = RunHistory.of(read(bench.directory / "events.jsonl"))
     first = history.validations[0]
     assert first.mean == pytest.approx(2 / 3) and first.failure_rate == pytest.approx(1 / 3)
     assert (first.failures, first.policy_failures) == (2, 1)
@@ -256,7 +256,7 @@ def finals() -> list[tuple[str, int]]:
 
 
 def result_of(bench: Bench) -> Comparison:
-    result = comparison(History.of(read(bench.directory / "events.jsonl")))
+    result = comparison(RunHistory.of(read(bench.directory / "events.jsonl")))
     assert result is not None
     return result
 
@@ -372,7 +372,7 @@ async def test_a_run_that_goes_on_compares_its_new_best_step_side_by_side(chosen
     await chosen.run(3)
     assert {*finals()} == {("x", 0), ("y", 0), ("x", 3), ("y", 3)}
     assert (result_of(chosen).fresh, result_of(chosen).after.step) == (True, 3)
-    assert len(History.of(read(chosen.directory / "events.jsonl")).finals) == 2
+    assert len(RunHistory.of(read(chosen.directory / "events.jsonl")).finals) == 2
     # Where the best step is the same, its answers count.
     Recording.steps = []
     chosen.validation = recording("xy", chosen, {3: "0.9", 4: "0.1"})
@@ -432,7 +432,7 @@ async def test_relative_rewards_choose_no_step_and_end_no_run(chosen: Bench):
     await trainer.cleanup()
     assert len(chosen.events("validation")) == 4 and not finals()
     assert not [entry for entry in chosen.adapter.logged if entry[0] == "val"]
-    history = History.of(read(chosen.directory / "events.jsonl"))
+    history = RunHistory.of(read(chosen.directory / "events.jsonl"))
     assert history.best is None and comparison(history) is None
 
 

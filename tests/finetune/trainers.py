@@ -14,8 +14,8 @@ from tests.fakes import MemoryAdapter, ScriptedBuilder
 from hone.config.schema import FinetuneConfig, FinetuneRunConfig, RewardFunctionConfig
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.finetune.builder import ARTTrajectoryBuilder
-from hone.finetune.trainer import ARTTrainer, ARTTrainerConfig
+from hone.finetune.builder import RolloutBuilder
+from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
 from hone.workflow.function import Function
 
 
@@ -50,9 +50,9 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.trainer: type[ARTTrainer] = ARTTrainer
+        self.trainer: type[EpochTrainer] = EpochTrainer
         self.builder = ScriptedBuilder(rising)
-        self.real_builder: ARTTrajectoryBuilder | None = None
+        self.real_builder: RolloutBuilder | None = None
         """Used instead of `builder` if there is one."""
         self.adapter = MemoryAdapter()
         self.training = evaluation()
@@ -60,14 +60,14 @@ class Bench:
         self.interval = 5
         self.keys: dict[str, Any] = {}
 
-    async def start(self) -> ARTTrainer:
+    async def start(self) -> EpochTrainer:
         config = FinetuneConfig(
             reward_function=RewardFunctionConfig(name="score"),
             output_dir=self.directory,
             run_configuration=FinetuneRunConfig(validation_interval=self.interval),
             **self.keys,
         )
-        trainer = self.trainer(ARTTrainerConfig())
+        trainer = self.trainer(RLTrainerConfig())
         await trainer.bind_components(self.real_builder or self.builder, self.adapter)
         await trainer.initialize(config)
         trainer.bind_evaluations(self.training, self.validation)

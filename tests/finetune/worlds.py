@@ -25,9 +25,9 @@ from hone.backends.remote import RemoteBackend
 from hone.config.schema import FinetuneConfig
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.finetune.adapter import ARTTrainerAdapter, ARTTrainerAdapterConfig
+from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import EpisodeItem, EpisodeItemRole, Trajectory, TrajectoryCollection
-from hone.finetune.builder import ARTTrajectoryBuilder, ARTTrajectoryBuilderConfig
+from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
 
@@ -41,7 +41,7 @@ def finetuning(**changes: Any) -> FinetuneConfig:
 
 def adapter_for(
     server: RemoteBackend, base_model: Path | str, training: Any = None, **backend: Any
-) -> ARTTrainerAdapter:
+) -> HoneServerAdapter:
     """One for a model nobody has used yet, at a server that runs already."""
     address = urlsplit(server.base_url)
     fields = {
@@ -54,10 +54,10 @@ def adapter_for(
         **backend,
     }
     config = {"backend": fields, "training": training or {}}
-    return ARTTrainerAdapter(ARTTrainerAdapterConfig.model_validate(config))
+    return HoneServerAdapter(HoneServerAdapterConfig.model_validate(config))
 
 
-async def rollout(adapter: ARTTrainerAdapter, id: str, messages: Any = None, **options: Any) -> Any:
+async def rollout(adapter: HoneServerAdapter, id: str, messages: Any = None, **options: Any) -> Any:
     """One recorded call in a rollout of this id; the choice, as the client returned it."""
     async with hone.rollout(id):
         answer = await adapter.model.openai_client().chat.completions.create(
@@ -76,7 +76,7 @@ def message(role: str, content: str, logprobs: Any = None, **metadata: Any) -> E
 
 
 async def collected(
-    adapter: ARTTrainerAdapter, run_id: str, *, examples: int = 1, generations: int = 2, **meta: Any
+    adapter: HoneServerAdapter, run_id: str, *, examples: int = 1, generations: int = 2, **meta: Any
 ) -> TrajectoryCollection:
     """Groups of recorded rollouts, each rewarded by its generation."""
     await adapter.open_run(run_id, 7)
@@ -145,8 +145,8 @@ class Length:
 class World:
     """A builder over a server, and what its agent may use."""
 
-    adapter: ARTTrainerAdapter
-    builder: ARTTrajectoryBuilder
+    adapter: HoneServerAdapter
+    builder: RolloutBuilder
     llm: LLM
     run_id: str
     ran: Counter[str] = field(default_factory=Counter)
@@ -195,7 +195,7 @@ async def world(
         model=served.model,
         params={"max_tokens": 5, "temperature": 1.0},
     )
-    builder = ARTTrajectoryBuilder(ARTTrajectoryBuilderConfig(num_generations=generations))
+    builder = RolloutBuilder(RolloutBuilderConfig(num_generations=generations))
     await builder.initialize(run)
     builder.adapter, adapter.reads_episodes = adapter, True
     try:

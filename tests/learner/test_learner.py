@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hone.errors import Cancelled, ConfigError, NonFinite
 from hone.learner.forward import row_logprobs
-from hone.learner.learner import Learner, Progress
+from hone.learner.learner import JobProgress, Learner
 from hone.learner.samples import by_optimizer_step, make_samples
 from hone.learner.trie import pack
 from hone.models.decoder import Decoder
@@ -163,15 +163,15 @@ def test_old_is_the_policy_at_the_start_of_the_job(decoder: Decoder, make_lora, 
 
 def test_groups_are_dealt_in_order_and_flat_ones_do_not_count(learner: Learner, groups, make_group):
     flat = make_group([1, 2], [[3], [4]], [1.0, 1.0])
-    seen: list[Progress] = []
+    seen: list[JobProgress] = []
     config = TrainConfig(groups_per_optimizer_step=2)
     result = learner.train([groups[0], flat, *groups[1:], flat], config, on_progress=seen.append)
     assert result.steps == 2  # groups 0 and 2, then 3
     assert result.metrics["learn/flat_groups"] == 2 and result.dropped == {"flat_group": 4}
     assert seen == [
-        Progress("old", 1, 2, 0, 1, 0, 3),  # for the first step, the pass that trains gives them
-        Progress("train", 0, 2, 0, 1, 1, 3),
-        Progress("train", 1, 2, 0, 1, 2, 3),
+        JobProgress("old", 1, 2, 0, 1, 0, 3),  # for the first step, the pass that trains gives them
+        JobProgress("train", 0, 2, 0, 1, 1, 3),
+        JobProgress("train", 1, 2, 0, 1, 2, 3),
     ]
     # Both steps are scored by the reference, and the second by the old policy too.
     seen.clear()
@@ -274,7 +274,7 @@ def test_a_non_finite_job_changes_nothing(
 
 def test_cancelling_takes_effect_before_the_next_row_and_changes_nothing(learner: Learner, groups):
     before = copies(learner)
-    seen: list[Progress] = []
+    seen: list[JobProgress] = []
     with pytest.raises(Cancelled, match="optimizer step 1, micro-batch 0"):
         learner.train(
             groups,

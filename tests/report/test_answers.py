@@ -11,14 +11,14 @@ from tests.report.test_report import record
 
 from hone.report import report
 from hone.report.answers import Answers
-from hone.report.examples import Rollout
+from hone.report.examples import ReportedRollout
 
 
 def rollouts(
     answers: list[str], rewards: Sequence[float | None], input: str = "question {}"
 ) -> dict:
     pairs = zip(answers, rewards, strict=True)
-    return {str(i): Rollout(input.format(i), a, r) for i, (a, r) in enumerate(pairs)}
+    return {str(i): ReportedRollout(input.format(i), a, r) for i, (a, r) in enumerate(pairs)}
 
 
 def answers(before: dict, after: dict) -> Answers:
@@ -146,7 +146,7 @@ def test_one_answer_may_be_as_it_should_be(before: dict, after: dict):
 
 
 def test_a_failed_rollout_has_no_answer_and_an_empty_one_has():
-    failed = Rollout("question 0", "half of", None, "policy: token_limit", "policy")
+    failed = ReportedRollout("question 0", "half of", None, "policy: token_limit", "policy")
     after = rollouts([""] * 12, [1.0] * 6 + [0.0] * 6) | {"0": failed}
     result = answers(MANY, after)
     assert (result.examples, result.total, result.after) == (11, 12, 1)

@@ -15,7 +15,7 @@ from tests.report.test_sections import section_text
 import hone
 from hone.report import report
 from hone.report.funnel import FAILURES, REASONS, Funnel, explain
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.rollout_record import EVALUATOR
 from hone.workflow.outside import LISTED
 
@@ -76,7 +76,7 @@ def test_a_round_by_hand():
 
 @pytest.mark.parametrize("name", STORIES)
 def test_the_numbers_of_any_run_add_up(name: str):
-    history = History.of(events(STORIES[name]))
+    history = RunHistory.of(events(STORIES[name]))
     funnel = Funnel.of(history)
     assert funnel.collected == funnel.left_out.total() + funnel.submitted
     assert funnel.submitted == funnel.no_gradient.total() + funnel.trained

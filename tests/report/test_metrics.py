@@ -10,7 +10,7 @@ from tests.finetune.runs import REST, STORIES, Story, events
 
 from hone.events import parse
 from hone.report import metrics
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.metrics import reward_history
 
 Line = dict[str, Any]
@@ -30,8 +30,8 @@ KEYS = [
 ]
 
 
-def history_of(lines: Iterable[Line]) -> History:
-    return History.of(map(parse, lines))
+def history_of(lines: Iterable[Line]) -> RunHistory:
+    return RunHistory.of(map(parse, lines))
 
 
 def started(at: float = 0.0, **more: Any) -> Line:
@@ -201,7 +201,7 @@ def test_an_epoch_that_never_ended_took_its_time_too():
 
 @pytest.mark.parametrize("name", STORIES)
 def test_every_story_adds_up(name: str):
-    history = History.of(events(STORIES[name]))
+    history = RunHistory.of(events(STORIES[name]))
     assert sum(history.phases.values()) == pytest.approx(history.seconds)
     assert [r.epoch for r in history.rounds] == sorted(r.epoch for r in history.rounds)
     assert len({(r.epoch, r.index) for r in history.rounds}) == len(history.rounds)
@@ -212,7 +212,7 @@ def test_every_story_adds_up(name: str):
 
 def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
     log = list(events(Story(epochs=6, curriculum=True, interval=2, failed_validations=(2,))))
-    metrics.write(tmp_path, History.of(log))
+    metrics.write(tmp_path, RunHistory.of(log))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert list(lines[0])[:14] == ["epoch", "timestamp", "run_id", *KEYS]
@@ -233,8 +233,8 @@ def test_the_files_hold_the_keys_of_the_originals_in_order(tmp_path: Path):
 def test_a_resumed_run_has_the_files_of_one(tmp_path: Path):
     log = list(events(Story(epochs=6, killed_at=(2, 4))))
     for count in range(0, len(log), 97):  # written now and then, as a run does
-        metrics.write(tmp_path, History.of(log[:count]))
-    metrics.write(tmp_path, History.of(log))
+        metrics.write(tmp_path, RunHistory.of(log[:count]))
+    metrics.write(tmp_path, RunHistory.of(log))
     lines = [json.loads(x) for x in (tmp_path / "training_metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == [

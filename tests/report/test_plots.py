@@ -15,7 +15,7 @@ from tests.report.test_metrics import collected, history_of, rollout, started
 from hone.report import plots
 from hone.report.estimate import Estimate
 from hone.report.headline import plot_title
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.outcome import Outcome
 from hone.report.plots import held_out_rewards, smoothed, training_rewards
 from hone.report.text import duration, interval, number
@@ -34,9 +34,9 @@ def validation(epoch: int, rewards: dict[str, list[float]], mean: float | None) 
     return event | {"failures": 0, "seconds": 1.0}
 
 
-def labels(lines: list[dict] | History) -> list[list[str]]:
+def labels(lines: list[dict] | RunHistory) -> list[list[str]]:
     """What the legend of each axis names."""
-    history = lines if isinstance(lines, History) else history_of(lines)
+    history = lines if isinstance(lines, RunHistory) else history_of(lines)
     legends = [axis.get_legend() for axis in plots.reward_figure(history).axes]
     return [[text.get_text() for text in legend.get_texts()] for legend in legends if legend]
 
@@ -91,13 +91,13 @@ def test_the_best_step_is_marked_where_it_is_not_the_newest():
 
 
 def test_rounds_stand_between_the_epochs_and_restarts_where_they_happened():
-    history = History.of(events(Story(epochs=2, rounds=4, interval=1, examples=4)))
+    history = RunHistory.of(events(Story(epochs=2, rounds=4, interval=1, examples=4)))
     xs = [x for x, _ in training_rewards(history)]
     assert xs == [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
-    history = History.of(events(STORIES["resumed"]))
+    history = RunHistory.of(events(STORIES["resumed"]))
     assert history.resumed_at == [4.0, 9.0]
     assert labels(history) == [["training", "held out", "best, step 10", "resumed"]]
-    assert labels(History.of(events(STORIES["failed"])))[0][-1] == "job failed"
+    assert labels(RunHistory.of(events(STORIES["failed"])))[0][-1] == "job failed"
 
 
 def test_what_was_learned_from_is_a_line_where_that_is_not_everything():
@@ -115,7 +115,7 @@ def test_a_gap_stays_a_gap_when_smoothed():
 
 @pytest.mark.parametrize("name", STORIES)
 def test_every_story_can_be_drawn(name: str, tmp_path: Path):
-    history = History.of(events(STORIES[name]))
+    history = RunHistory.of(events(STORIES[name]))
     plots.reward_plot(history, tmp_path / "reward_plot.png")
     # Two evaluators have an axis each: 1.3 times 780.
     height = 1014 if name == "apart" else 780
@@ -124,8 +124,8 @@ def test_every_story_can_be_drawn(name: str, tmp_path: Path):
 
 
 def test_what_two_evaluators_measured_shares_no_axis():
-    figure = plots.reward_figure(History.of(events(STORIES["apart"])))
-    assert labels(History.of(events(STORIES["apart"]))) == [
+    figure = plots.reward_figure(RunHistory.of(events(STORIES["apart"])))
+    assert labels(RunHistory.of(events(STORIES["apart"]))) == [
         ["held out, by reward (exact_match)", "validation failed"],
         ["training, by reward (agent.py:shaped)", "learned from"],
     ]
@@ -152,7 +152,7 @@ def test_the_users_settings_of_matplotlib_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With `text.usetex` every text would be set by LaTeX, which servers do not have."""
-    history = History.of(events(Story(epochs=2, examples=4, held_out=4)))
+    history = RunHistory.of(events(Story(epochs=2, examples=4, held_out=4)))
     plots.reward_plot(history, tmp_path / "a.png")
     changes, learning = plots.example_changes([1.0, 0.0]), plots.learning(history)
     monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)

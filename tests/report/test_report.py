@@ -25,7 +25,7 @@ from hone.report import metrics, report
 from hone.report.estimate import Estimate
 from hone.report.examples import LONGEST, Example, pick, read_rollouts, shown
 from hone.report.headline import headline
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.outcome import measure
 
 
@@ -122,7 +122,7 @@ def test_a_recorded_run_directory_gives_the_same_files(tmp_path: Path):
     A change of the report or of the metrics changes recorded/expected with it.
     """
     shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
-    metrics.write(tmp_path, History.of(read(tmp_path / FILE)))
+    metrics.write(tmp_path, RunHistory.of(read(tmp_path / FILE)))
     report.write(tmp_path, brief=True)
     expected = {path.name: path.read_bytes() for path in (RECORDED / "expected").iterdir()}
     # Versions of scipy differ in the last digit of an interval.

@@ -12,7 +12,7 @@ import pytest
 from numpy.random import Generator
 
 from hone.events import FinalValidationDone, RunStarted, ValidationDone, ValidationResult
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.outcome import Outcome
 
 RUNS = 150
@@ -38,7 +38,7 @@ def verdict(
     """
     run = RunStarted(at=0.0, run_id="r", session=1, epochs=len(validated) - 1, step=0)
     events = [event(ValidationDone, step, answers) for step, answers in enumerate(validated)]
-    history = History.of([run, *events])
+    history = RunHistory.of([run, *events])
     if final is not None:
         best = history.best
         assert best is not None

@@ -16,7 +16,7 @@ from hone.errors import DiskFull
 from hone.event_log import FILE, EventLog, EventReader
 from hone.events import Event
 from hone.report.display import Display
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.writer import Files
 
 
@@ -31,7 +31,7 @@ async def test_asked_often_they_are_written_once_more(
 ):
     begun, go, calls = threading.Event(), threading.Event(), []
 
-    def write(history: History, output_dir: Path, *, picture: bool) -> None:
+    def write(history: RunHistory, output_dir: Path, *, picture: bool) -> None:
         calls.append(threading.current_thread())
         begun.set()
         assert go.wait(PATIENCE_S)
@@ -77,7 +77,7 @@ async def test_a_full_disk_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    def write(history: History, output_dir: Path, *, picture: bool) -> None:
+    def write(history: RunHistory, output_dir: Path, *, picture: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hone.report.writer.write", write)
@@ -111,19 +111,19 @@ async def test_a_round_reads_what_it_appended_over_50_epochs(
 ):
     """Bytes read from the log and events applied per round, by everyone who follows a run."""
     size, applied = [0], [0]
-    appended, add = EventReader._appended, History.add
+    appended, add = EventReader._appended, RunHistory.add
 
     def count_bytes(reader: EventReader) -> bytes:
         raw = appended(reader)
         size[0] += len(raw)
         return raw
 
-    def count_event(history: History, event: Event) -> None:
+    def count_event(history: RunHistory, event: Event) -> None:
         applied[0] += 1
         add(history, event)
 
     monkeypatch.setattr(EventReader, "_appended", count_bytes)
-    monkeypatch.setattr(History, "add", count_event)
+    monkeypatch.setattr(RunHistory, "add", count_event)
     monkeypatch.setattr("hone.report.plots.reward_plot", lambda history, path: None)
     story = Story(epochs=50, examples=3, generations=2, held_out=3, interval=1, failing=0.0)
     files, per_round, end = Files(events, tmp_path), [], 0

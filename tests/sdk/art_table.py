@@ -134,7 +134,7 @@ DIFFERS = {
 ABSENT = {
     "guided_completion": "`model.train_sft` on the answers of the larger model",
     "metrics.MetricsBuilder, metrics.track_api_cost": "costs are not counted; `Model.log(metrics=...)` takes any number",
-    "utils.sft": "`hone finetune` with `sft_trainer` reads the file, or `model.train_sft`",
+    "utils.sft": "`hone finetune` with the trainer `sft` reads the file, or `model.train_sft`",
     "utils.benchmarking, utils.benchmark_rollout, utils.group_aggregate": "`hone eval`, and the report of a run",
     "utils.trajectory_logging, utils.output_dirs": "`hone export-trajectories`; files are listed in [the run directory](reference/run_directory.md)",
     "utils.s3": "copy the checkpoint's directory; it is a PEFT adapter",

@@ -14,7 +14,7 @@ from tests.sdk.standin import StandIn
 from hone import TrainConfig, TrainSFTConfig, art
 from hone.art import ArtBackend
 from hone.backends.remote import chosen_keys
-from hone.finetune.adapter_config import ARTTrainingConfig
+from hone.finetune.adapter_config import ScheduledTrainConfig
 from hone.server.art_requests import ART_DEFAULTS
 from hone.server.model_args import normalize_spec, train_config
 
@@ -81,7 +81,7 @@ async def test_the_page_names_the_default_of_every_client(serve: Serve):
         "`hone.TrainableModel.train`": of_sdk,
         "`POST /v1/training/jobs`": train_config({}, {}, "config").learning_rate,
         "`train_sft`": TrainSFTConfig().job_keys()["learning_rate"],
-        "YAML": ARTTrainingConfig().job_keys(0, 1)["learning_rate"],
+        "YAML": ScheduledTrainConfig().job_keys(0, 1)["learning_rate"],
         "`hone.art.TrainableModel.train`": of_wing(None).learning_rate,
         "`hone.art.ArtBackend`": (await sent_by_art_package(serve, {}))["learning_rate"],
         # tests/server/test_art.py sends such a request over HTTP.

@@ -26,7 +26,7 @@ from hone.learner.packed import pack_groups, unpack_groups
 from hone.learner.worker import LearnerProcess, LearnerSpec
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
-from hone.server.job_stages import Progress
+from hone.server.job_stages import ThrottledProgress
 from hone.types import JobInfo, ModelKey, TrainConfig
 
 KEY = ModelKey("default", "agent")
@@ -355,7 +355,7 @@ async def test_the_picture_of_a_job_lies_beside_its_checkpoint(open_server: Open
 
 def test_progress_is_told_now_and_then_and_at_the_start_of_each_phase():
     reports: list[tuple[str, int]] = []
-    progress = Progress(lambda at: reports.append((at["phase"], at["row"])))
+    progress = ThrottledProgress(lambda at: reports.append((at["phase"], at["row"])))
     for phase, rows in (("old", 50), ("train", 50)):
         for row in range(rows):
             progress.tell({"phase": phase, "row": row})

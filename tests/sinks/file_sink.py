@@ -17,7 +17,7 @@ from pydantic import Field
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.events import RunFinished
-from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
+from hone.sinks.base import Adapter, LoggedRollout, Point, RoundTable, Run, Sink
 
 
 class FileConfig(LoggerBaseConfig, name="file"):
@@ -52,7 +52,7 @@ class FileSink(Sink):
         if self._config.trouble == "dies" and self._config.dies_at in point.values:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: LoggedRollout) -> None:
         calls = [[m, r] for _, m, r in rollout.conversations()]
         self._write("rollout", rollout.rollout, rollout.reward, calls)
 

@@ -307,7 +307,7 @@ BATCHES = """
 import sys
 from pathlib import Path
 from hone.rollout_record import CallRecord
-from hone.sinks.base import Point, Rollout, Run
+from hone.sinks.base import Point, LoggedRollout, Run
 from hone.sinks.langfuse import LangfuseConfig, LangfuseSink
 from hone.sinks.otel import OTelConfig, OTelSink
 
@@ -320,7 +320,7 @@ else:
 calls = [CallRecord(id=str(i), function="f", model="m", at=0, seconds=0) for i in range(9)]
 fields = {"epoch": 0, "split": "train", "example": "a", "reward": 1.0, "model_calls": calls}
 for i in range(60):
-    sink.rollout(Rollout(generation=i, rollout=f"r:{i}", **fields))
+    sink.rollout(LoggedRollout(generation=i, rollout=f"r:{i}", **fields))
 try:
     sink.flush()
 except Exception as error:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Protocol
 
 
-class Exchange(Protocol):
+class StreamedCall(Protocol):
     """The call whose response is streamed."""
 
     def piece(self, body: bytes) -> None: ...
@@ -23,7 +23,7 @@ class Exchange(Protocol):
 class _Tee:
     """A response's stream that also passes its chunks to an exchange."""
 
-    def __init__(self, stream: Any, exchange: Exchange) -> None:
+    def __init__(self, stream: Any, exchange: StreamedCall) -> None:
         self._stream, self._exchange = stream, exchange
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +61,7 @@ class _Pieces(AsyncGenerator[bytes, None]):
     is already running.
     """
 
-    def __init__(self, stream: AsyncIterator[bytes], exchange: Exchange) -> None:
+    def __init__(self, stream: AsyncIterator[bytes], exchange: StreamedCall) -> None:
         self._stream, self._exchange = stream, exchange
 
     async def asend(self, value: None) -> bytes:

@@ -80,8 +80,8 @@ KINDS = tuple(BASES)
 
 _CUSTOMIZER = (
     "trains with the NeMo Customizer, a hosted product that hone does not call. Train on preference "
-    "pairs with trainers `_type: dpo_trainer` instead, beside `openpipe_art_traj_builder` and "
-    "`openpipe_art_trainer_adapter`"
+    "pairs with a trainer of `_type: dpo` instead, a trajectory builder of `_type: rollouts` and a "
+    "trainer adapter of `_type: hone_server`"
 )
 _TOOLKIT = (
     "belongs to NeMo Agent Toolkit, which is not installed in this environment: pip install "
@@ -125,6 +125,14 @@ REFUSED: dict[str, dict[str, str]] = {
     "logger": {},
 }
 """Types of NeMo Agent Toolkit that hone does not have, by kind, and what to do about each."""
+
+ALIASES: dict[str, dict[str, str]] = {
+    "trajectory_builder": {"openpipe_art_traj_builder": "rollouts"},
+    "trainer_adapter": {"openpipe_art_trainer_adapter": "hone_server"},
+    "trainer": {"openpipe_art_trainer": "rl"},
+}
+"""Names that NeMo Agent Toolkit's documents have for components of hone, by kind. They load for
+ever."""
 
 C = TypeVar("C", bound=ComponentConfig)
 Factory = Callable[[C, Any], AsyncIterator[Any]]
@@ -233,7 +241,7 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
                 f"generator; write `async def ...(config, builder): yield instance`"
             )
         key = kind, config_type.type_name
-        existing = _components.get(key)
+        existing = _components.get((kind, own_name(kind, key[1])))
         if existing is not None:
             raise ConfigError(
                 f"{where}: {kind} {key[1]!r} is already registered, by "
@@ -244,6 +252,11 @@ def _register(kind: str, config_type: type[C]) -> Decorator[C]:
         return factory
 
     return decorate
+
+
+def own_name(kind: str, name: str) -> str:
+    """hone's name of a component, for one of ALIASES; any other name as it is."""
+    return ALIASES.get(kind, {}).get(name, name)
 
 
 def is_registered(kind: str, name: str) -> bool:
@@ -285,8 +298,9 @@ def find(kind: str, name: str) -> Registered | None:
 
 def _find(kind: str, name: str) -> Registered | None:
     package, slash, last = name.rpartition("/")
+    last = own_name(kind, last)
     for table in (_components, _toolkit):
-        component = table.get((kind, last if slash else name))
+        component = table.get((kind, last))
         if component is not None and (component.package == package or not slash):
             return component
     return None
@@ -295,7 +309,8 @@ def _find(kind: str, name: str) -> Registered | None:
 def unknown(kind: str, name: str) -> str:
     """The message for an unknown `_type`; it names the plugins that failed to load."""
     names = [r.name for r in known(kind)]
-    first, maybe = f"no {kind} is called {name!r}", did_you_mean(name, names)
+    maybe = did_you_mean(name, names) or did_you_mean(name, ALIASES.get(kind, {}), cutoff=0.85)
+    first = f"no {kind} is called {name!r}"
     reason = REFUSED[kind].get(name)
     if reason == _TOOLKIT and plugins.is_toolkit_installed():
         reason = (
@@ -359,6 +374,12 @@ class ByType:
     @staticmethod
     def _write(config: ComponentConfig, info: SerializationInfo) -> dict[str, Any]:
         return {"_type": config.type_name, **config.model_dump(mode=info.mode)}
+
+
+def is_alias(kind: str, block: Mapping[str, Any]) -> bool:
+    """Whether a block names its type by one of ALIASES."""
+    key = type_key(block)
+    return key is not None and str(block[key]).rpartition("/")[2] in ALIASES.get(kind, {})
 
 
 def type_key(block: Mapping[str, Any]) -> str | None:

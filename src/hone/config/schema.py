@@ -8,6 +8,7 @@ last line must not surface after the first epoch.
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,21 @@ __all__ = [
 
 
 log = logging.getLogger("hone")
+
+RUNS, EVALS = Path(".hone/runs"), Path(".hone/evals")
+"""Where runs and evaluations are written if the file does not say where, each under its NAME."""
+DEFAULT = "default"
+"""NAME without a file."""
+
+
+def name_of(file: Path) -> str:
+    """NAME of a file: its own without the ending, or that of its folder for `config.yml`.
+
+    For `configs/config.yml`, as in projects of NeMo Agent Toolkit, that of the folder above.
+    """
+    path = Path(os.path.abspath(file))
+    parts = (path.stem, *(folder.name for folder in path.parents))
+    return next((part for part in parts if part not in ("config", "configs", "")), DEFAULT)
 
 
 def _function_name(name: str) -> str:
@@ -191,8 +207,12 @@ class FinetuneConfig(Strict):
     curriculum_learning: CurriculumLearningConfig = Field(default_factory=CurriculumLearningConfig)
     num_epochs: int = Field(default=1, ge=1)
     """Number of epochs. One epoch: collect, select, train, publish."""
-    output_dir: Directory = Path(".tmp/nat/finetuning")
-    """Directory of the run: metrics, plots, trajectories, report, journal."""
+    output_dir: Directory = Field(
+        default=RUNS / DEFAULT, json_schema_extra={"default": str(RUNS / "NAME")}
+    )
+    """Directory of the run: metrics, plots, trajectories, report, journal. NAME is the name of the
+    file without its ending; for `config.yml` that of its folder, and for `configs/config.yml` that of
+    the folder above."""
 
     seed: int = 0
     """Seed of the order of examples, the sampling of rollouts and the training. Equal seeds give
@@ -300,8 +320,10 @@ class EvalGeneralConfig(Strict):
     most two for each core of this machine), and 8 with other endpoints."""
     workflow_alias: str | None = None
     """The name of the workflow in the output."""
-    output_dir: Directory = Path(".tmp/nat/examples/default")
-    """Directory of the files of an evaluation."""
+    output_dir: Directory = Field(
+        default=EVALS / DEFAULT, json_schema_extra={"default": str(EVALS / "NAME")}
+    )
+    """Directory of the files of an evaluation; NAME as for `finetuning.output_dir`."""
     output: EvalOutputConfig | None = None
     dataset: Annotated[DatasetBaseConfig, ByType("dataset_loader")] | None = None
     """The dataset to run the workflow on; `--dataset` replaces it."""
@@ -373,8 +395,11 @@ class Document(Strict):
         return self._loaded
 
     def remember(self, loaded: Loaded) -> None:
-        """Keep the values that it was validated from."""
+        """Keep the values that it was validated from, and name directories after their file."""
         self._loaded = loaded
+        for block, directory in ((self.finetuning, RUNS), (self.eval.general, EVALS)):
+            if "output_dir" not in block.model_fields_set:
+                block.output_dir = directory / name_of(loaded.file)
 
     @property
     def file(self) -> Path:

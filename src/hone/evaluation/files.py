@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.base import EvalDatasetStructure
-from hone.config.schema import Document, EvalGeneralConfig, EvalOutputConfig
+from hone.config.schema import EVALS, Document, EvalGeneralConfig, EvalOutputConfig, name_of
 from hone.config.secrets import Secrets
 from hone.disk import append_lines, open_lines, write_atomic
-from hone.errors import ConfigError, StateError, StorageError
+from hone.errors import ConfigError, Conflict, StateError, StorageError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import all_steps, events_of, read_steps, seconds_of
@@ -60,8 +60,13 @@ class OutputDir:
 
     # ---- before -------------------------------------------------------------------------------
 
-    def prepare(self, evaluators: Iterable[str], *, keep: bool) -> None:
-        """Create and lock the directory; unless `keep`, remove an earlier evaluation's files."""
+    def prepare(
+        self, evaluators: Iterable[str], *, keep: bool, config_file: Path | None = None
+    ) -> None:
+        """Create and lock the directory; unless `keep`, remove an earlier evaluation's files.
+
+        The default directory of `config_file` is refused if it holds the evaluation of another file.
+        """
         files = {OUTPUT: "the workflow's output"}
         for name in evaluators:
             file = _file_name(name)
@@ -88,6 +93,7 @@ class OutputDir:
                     f"{KEY}: {self.path / name} is a directory, and a file must be written there; move "
                     f"it, or name another directory with -o {KEY} DIR"
                 )
+        self._refuse_other(config_file)
         self._lock = lock_directory(self.path, LOCK, command="hone eval", key=KEY)
         if keep:
             if (self.path / FINISHED).exists():
@@ -98,6 +104,21 @@ class OutputDir:
         else:
             (self.path / FINISHED).unlink(missing_ok=True)
         self._evict()
+
+    def _refuse_other(self, config_file: Path | None) -> None:
+        """Refuse a default directory that holds the evaluation of another file of the same name."""
+        if config_file is None or self._root != (EVALS / name_of(config_file)).absolute():
+            return
+        try:
+            metadata = json.loads((self.path / CONFIGS[2]).read_text("utf-8"))
+            other = self._here / metadata["config_file"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if other.is_file() and not other.samefile(config_file):
+            raise Conflict(
+                f"{KEY}: {self._shown(self.path)} holds the evaluation of {metadata['config_file']}, "
+                f"and {config_file} has the same name; name another directory with -o {KEY} DIR"
+            )
 
     def close(self) -> None:
         """Release the directory."""

@@ -424,7 +424,7 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
         with closing(OutputDir(general, structure)) as output:
             # Only now, because an evaluation that cannot start must not remove an earlier one's
             # files.
-            output.prepare(document.eval.evaluators, keep=keep)
+            output.prepare(document.eval.evaluators, keep=keep, config_file=document.file)
             output.write_config(document, options)
             results = await _run_into(output, run, options)
             whole, files = output.write(results.results, results.evaluation_results)

@@ -20,16 +20,16 @@ from hone.backends.remote import RemoteBackend
 from hone.capture.base import host_of
 from hone.config.build import Builder, Served
 from hone.config.registry import register_trainer_adapter
-from hone.config.schema import FinetuneConfig
+from hone.config.schema import DEFAULT, RUNS, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError, NotFound, ServerError, Unreachable
 from hone.finetune.adapter_config import (
-    ARTBackendConfig,
-    ARTTrainerAdapterConfig,
-    ARTTrainingConfig,
+    BackendConfig,
+    HoneServerAdapterConfig,
+    ScheduledTrainConfig,
     bracketed,
 )
 from hone.finetune.base import (
-    Comparison,
+    AdvantageSettings,
     TrainerAdapter,
     TrainingJobRef,
     TrainingJobStatus,
@@ -42,7 +42,7 @@ from hone.model import TrainableModel
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo, ModelInfo, RunSpec
 
-__all__ = ["ARTBackendConfig", "ARTTrainerAdapter", "ARTTrainerAdapterConfig", "ARTTrainingConfig"]
+__all__ = ["BackendConfig", "HoneServerAdapter", "HoneServerAdapterConfig", "ScheduledTrainConfig"]
 
 logger = logging.getLogger("hone")
 
@@ -65,18 +65,18 @@ LESS_MEMORY = (
 )
 
 
-class ARTTrainerAdapter(TrainerAdapter):
+class HoneServerAdapter(TrainerAdapter):
     """A hone server as the harness's training backend."""
 
-    adapter_config: ARTTrainerAdapterConfig
+    adapter_config: HoneServerAdapterConfig
 
-    def __init__(self, adapter_config: ARTTrainerAdapterConfig) -> None:
+    def __init__(self, adapter_config: HoneServerAdapterConfig) -> None:
         """Does not connect yet."""
         super().__init__(adapter_config)
         config, training = adapter_config.backend, adapter_config.training
         self.server = self
         self.serves_steps, self.reads_episodes = True, False
-        self.comparison = Comparison(credit=training.credit, baseline=training.baseline)
+        self.comparison = AdvantageSettings(credit=training.credit, baseline=training.baseline)
         key = None if config.api_key == "default" and config.ip is None else config.api_key
         self.backend: RemoteBackend = (
             LocalBackend(
@@ -369,16 +369,16 @@ class ARTTrainerAdapter(TrainerAdapter):
         """Append a line to trainer_adapter_RUN.jsonl."""
         config = self.adapter_config.backend.model_dump(include={"base_model", "project", "name"})
         own = {"run_id": ref.run_id, "backend": ref.backend, "trainer_config": config}
-        directory = output_dir or "./.tmp/nat/finetuning/trainer_adapter"
+        directory = output_dir or RUNS / DEFAULT
         append_line(directory, f"trainer_adapter_{ref.run_id}.jsonl", own | metrics)
 
 
-@register_trainer_adapter(config_type=ARTTrainerAdapterConfig)
-async def art_trainer_adapter(
-    config: ARTTrainerAdapterConfig, builder: Builder
-) -> AsyncIterator[ARTTrainerAdapter]:
+@register_trainer_adapter(config_type=HoneServerAdapterConfig)
+async def hone_server_adapter(
+    config: HoneServerAdapterConfig, builder: Builder
+) -> AsyncIterator[HoneServerAdapter]:
     """A running hone server, or one that the run starts and stops."""
-    adapter = ARTTrainerAdapter(config)
+    adapter = HoneServerAdapter(config)
     yield adapter
     await adapter.close()
 

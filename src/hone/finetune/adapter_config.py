@@ -1,7 +1,7 @@
 """Configuration of the built-in trainer adapter: the server, the model, and the training.
 
-In:   a block of `trainer_adapters` with `_type: openpipe_art_trainer_adapter`
-Out:  ARTTrainerAdapterConfig; the keys of each job
+In:   a block of `trainer_adapters` with `_type: hone_server`
+Out:  HoneServerAdapterConfig; the keys of each job
 
 `training` has every key of a job. Keys that are not in the YAML are not sent, so that the server's
 defaults apply; only learning_rate and beta always are.
@@ -32,7 +32,7 @@ from hone.types import (
 )
 
 
-class ARTBackendConfig(Strict):
+class BackendConfig(Strict):
     """Server that trains and serves the model; without `ip` the run starts its own."""
 
     ip: str | None = Field(None, min_length=1)
@@ -168,7 +168,7 @@ class ARTBackendConfig(Strict):
         return {name: str(value) for name, value in changed.items()}
 
 
-class ARTTrainingConfig(TrainConfig, Strict):
+class ScheduledTrainConfig(TrainConfig, Strict):
     """How each job is trained: every key of a job, and a schedule over the jobs of the run."""
 
     not_yet: ClassVar[Mapping[str, str]] = {
@@ -195,17 +195,17 @@ class ARTTrainingConfig(TrainConfig, Strict):
         return {**written, "learning_rate": self.learning_rate * left, "beta": self.beta}
 
 
-class ARTTrainerAdapterConfig(TrainerAdapterConfig, name="openpipe_art_trainer_adapter"):
+class HoneServerAdapterConfig(TrainerAdapterConfig, name="hone_server"):
     """Trains on a hone server: a running one, or one that the run starts."""
 
-    backend: ARTBackendConfig
-    training: ARTTrainingConfig = Field(default_factory=ARTTrainingConfig)
+    backend: BackendConfig
+    training: ScheduledTrainConfig = Field(default_factory=ScheduledTrainConfig)
 
 
-def art_config_of(document: Document) -> ARTTrainerAdapterConfig | None:
+def adapter_config_of(document: Document) -> HoneServerAdapterConfig | None:
     """The block of the run's trainer adapter; None for a plugin's adapter."""
     config = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
-    return config if isinstance(config, ARTTrainerAdapterConfig) else None
+    return config if isinstance(config, HoneServerAdapterConfig) else None
 
 
 def bracketed(host: str) -> str:

@@ -34,7 +34,7 @@ from hone.finetune.calls import ModelServer, TrainedCalls
 from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
 from hone.finetune.types import (
-    Comparison,
+    AdvantageSettings,
     DPOItem,
     OpenAIMessage,
     TrainingJobRef,
@@ -47,7 +47,7 @@ from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.tally import cancel_all
 
 __all__ = [
-    "Comparison",
+    "AdvantageSettings",
     "CurriculumLearningConfig",
     "DPOItem",
     "EpisodeItem",
@@ -213,7 +213,7 @@ class TrainerAdapter(ABC):
         """Whether a rollout can choose an earlier step (the header X-Hone-Step)."""
         self.server: ModelServer | None = None
         """Serves the model and records its calls; None for a backend that only trains."""
-        self.comparison = Comparison()
+        self.comparison = AdvantageSettings()
         """How the trajectories of a job are compared."""
         self.reads_episodes = True
         """Whether `submit` reads the text of trajectories whose calls were recorded."""

@@ -25,7 +25,7 @@ from pydantic import Field
 from hone.capture.base import SeenCall
 from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
-from hone.config.schema import Document, FinetuneConfig
+from hone.config.schema import DEFAULT, RUNS, Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import Score, unscored
 from hone.evaluation.run import ItemResult
@@ -69,7 +69,7 @@ from hone.workflow.run import RolloutResult
 logger = logging.getLogger("hone")
 
 
-class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_traj_builder"):
+class RolloutBuilderConfig(TrajectoryBuilderConfig, name="rollouts"):
     """Runs every example several times and groups the rollouts by example."""
 
     num_generations: int = Field(default=2, ge=1)
@@ -79,7 +79,7 @@ class ARTTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="openpipe_art_tra
 def num_generations(document: Document) -> int | None:
     """Rollouts per example of the run's builder; None for a plugin's builder."""
     config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
-    return config.num_generations if isinstance(config, ARTTrajectoryBuilderConfig) else None
+    return config.num_generations if isinstance(config, RolloutBuilderConfig) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class _Round:
     """Calls that are not trained, by reason."""
 
 
-class ARTTrajectoryBuilder(TrajectoryBuilder):
+class RolloutBuilder(TrajectoryBuilder):
     """Collects training trajectories through evaluation runs."""
 
-    trajectory_builder_config: ARTTrajectoryBuilderConfig
+    trajectory_builder_config: RolloutBuilderConfig
 
-    def __init__(self, trajectory_builder_config: ARTTrajectoryBuilderConfig) -> None:
+    def __init__(self, trajectory_builder_config: RolloutBuilderConfig) -> None:
         super().__init__(trajectory_builder_config)
         self.num_generations, self.trial = trajectory_builder_config.num_generations, self
         self.adapter: TrainerAdapter | None = None
@@ -223,7 +223,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     ) -> None:
         """Append a line to trajectory_builder_RUN.jsonl."""
         append_line(
-            output_dir or "./.tmp/nat/finetuning/trajectory_builder",
+            output_dir or RUNS / DEFAULT,
             f"trajectory_builder_{run_id}.jsonl",
             {"run_id": run_id, "num_generations": self.num_generations, **metrics},
         )
@@ -300,7 +300,7 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
     def _config(self) -> FinetuneConfig:
         if self.run_config is None:
             raise ConfigError(
-                "ARTTrajectoryBuilder was not initialized; await initialize(run_config) first"
+                f"{type(self).__name__} was not initialized; await initialize(run_config) first"
             )
         return self.run_config
 
@@ -314,12 +314,12 @@ class ARTTrajectoryBuilder(TrajectoryBuilder):
         return self._config.min_group_size
 
 
-@register_trajectory_builder(config_type=ARTTrajectoryBuilderConfig)
-async def art_trajectory_builder(
-    config: ARTTrajectoryBuilderConfig, builder: Builder
-) -> AsyncIterator[ARTTrajectoryBuilder]:
+@register_trajectory_builder(config_type=RolloutBuilderConfig)
+async def rollout_builder(
+    config: RolloutBuilderConfig, builder: Builder
+) -> AsyncIterator[RolloutBuilder]:
     """Groups of rollouts of the same example, with the calls that the server recorded."""
-    trajectory_builder = ARTTrajectoryBuilder(config)
+    trajectory_builder = RolloutBuilder(config)
 
     def names_of(wanted: str) -> frozenset[str]:
         key = wanted if wanted in builder.document.llms else builder.policy

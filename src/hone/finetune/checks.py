@@ -20,7 +20,7 @@ from hone.config.schema import Document, FinetuneRunConfig, examine
 from hone.errors import ConfigError, did_you_mean
 from hone.evaluation.datasets import FILE_DATASETS
 from hone.evaluation.mistakes import signature_mistake
-from hone.finetune.adapter_config import art_config_of
+from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_checks import (
     DATASET,
@@ -200,7 +200,7 @@ def _named_in_code(document: Document) -> list[str]:
 
 def _target_mistakes(document: Document, endpoint: str | None) -> Mistakes:
     """Targets that no call can match, so that no trajectory would be collected."""
-    config, adapter = document.finetuning, art_config_of(document)
+    config, adapter = document.finetuning, adapter_config_of(document)
     functions = [WORKFLOW, *_keys(document, "functions")]
     blocks = [document.workflow, *document.functions.values()]
     open_ended = bool(endpoint or document.function_groups) or any(
@@ -239,7 +239,11 @@ def _target_mistakes(document: Document, endpoint: str | None) -> Mistakes:
 
 def _group_size(document: Document) -> Mistakes:
     """Groups that are too small to compare anything."""
-    config, adapter, count = document.finetuning, art_config_of(document), num_generations(document)
+    config, adapter, count = (
+        document.finetuning,
+        adapter_config_of(document),
+        num_generations(document),
+    )
     path = ("trajectory_builders", config.trajectory_builder or "", "num_generations")
     if count is None:
         return
@@ -285,7 +289,7 @@ def _function_mistakes(document: Document) -> Mistakes:
 
 def _base_model(document: Document) -> Mistakes:
     """A base model that the run's own server cannot load; a running one has its own paths."""
-    adapter = art_config_of(document)
+    adapter = adapter_config_of(document)
     if adapter is None or adapter.backend.ip is not None:
         return
     from hone.models.known import KNOWN  # imported here: nothing else needs it

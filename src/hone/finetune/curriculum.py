@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from hone.config.schema import CurriculumLearningConfig
 from hone.credit import call_values, columns, is_flat
 from hone.finetune.records import trajectory_of
-from hone.finetune.types import Comparison, Trajectory, TrajectoryCollection
+from hone.finetune.types import AdvantageSettings, Trajectory, TrajectoryCollection
 from hone.rollout_record import RolloutRecord
 
 Groups = Sequence[Sequence[Trajectory]]
@@ -101,7 +101,7 @@ class Curriculum:
         epoch: int,
         round: int = 0,
         examples: Collection[str] | None = None,
-        comparison: Comparison | None = None,
+        comparison: AdvantageSettings | None = None,
         *,
         rounds: int = 1,
     ) -> TrajectoryCollection:
@@ -122,7 +122,7 @@ class Curriculum:
         self._advance(epoch)
         ids = [example_of(group, place) for place, group in enumerate(groups)]
         rewards = [[trajectory.reward for trajectory in group] for group in groups]
-        ranges = spreads(groups, comparison or Comparison())
+        ranges = spreads(groups, comparison or AdvantageSettings())
         smallest = config.min_reward_diff - ROUNDING
         telling = [i for i, spread in enumerate(ranges) if spread >= smallest and rewards[i]]
         telling.sort(key=lambda i: fmean(rewards[i]), reverse=not config.sort_ascending)
@@ -226,7 +226,7 @@ def example_of(group: Sequence[Trajectory], place: int) -> str:
 # ---- which groups teach anything ----------------------------------------------------------------
 
 
-def num_flat(groups: Groups, comparison: Comparison) -> int:
+def num_flat(groups: Groups, comparison: AdvantageSettings) -> int:
     """Number of groups that teach nothing."""
     rows = [_rows(group, comparison) for group in groups]
     if comparison.baseline == "group":
@@ -235,7 +235,7 @@ def num_flat(groups: Groups, comparison: Comparison) -> int:
     return len(groups) if all(map(is_flat, columns(together))) else 0
 
 
-def spreads(groups: Groups, comparison: Comparison) -> list[float]:
+def spreads(groups: Groups, comparison: AdvantageSettings) -> list[float]:
     """Range of each group's values, with `baseline: batch` including the mean of the batch."""
     rows = [_rows(group, comparison) for group in groups]
     means: list[float] = []
@@ -249,7 +249,7 @@ def spreads(groups: Groups, comparison: Comparison) -> list[float]:
     ]
 
 
-def _rows(group: Sequence[Trajectory], comparison: Comparison) -> list[list[float]]:
+def _rows(group: Sequence[Trajectory], comparison: AdvantageSettings) -> list[list[float]]:
     """One row of values per trajectory; empty for calls without values."""
     if comparison.credit == "outcome":
         return [[one.reward] for one in group]

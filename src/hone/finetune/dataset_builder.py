@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
-from hone.config.schema import Document
+from hone.config.schema import DEFAULT, RUNS, Document
 from hone.errors import ConfigError
 from hone.finetune.base import RoundRequest, TrajectoryBuilder, TrajectoryCollection
 from hone.finetune.records import append_line
@@ -33,7 +33,7 @@ Objective = Literal["sft", "dpo"]
 _MESSAGES = TypeAdapter(list[Message])
 
 
-class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj_builder"):
+class ConversationBuilderConfig(TrajectoryBuilderConfig, name="conversations"):
     """Reads conversations and preference pairs from the dataset's rows; runs no rollouts."""
 
     messages_key: str = Field(default="messages", min_length=1)
@@ -64,8 +64,8 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
         if objective == "dpo" and not has_pair:
             raise ConfigError(
                 f"row {example!r} has no pair of {self.chosen_key!r} and {self.rejected_key!r}, which "
-                f"dpo_trainer trains on. Its columns: {', '.join(map(repr, row))}. Name them in the "
-                "keys of dataset_traj_builder, or set a trainer of type sft_trainer."
+                f"a trainer of type dpo needs. Its columns: {', '.join(map(repr, row))}. Name them in "
+                "the keys of the trajectory builder, or set a trainer of type sft."
             )
         if has_pair and objective != "sft":
             return [
@@ -95,7 +95,7 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
         raise ConfigError(
             f"row {example!r} has neither {self.messages_key!r}, nor {self.prompt_key!r} with "
             f"{self.completion_key!r}, nor {self.chosen_key!r} with {self.rejected_key!r}. Its "
-            f"columns: {', '.join(map(repr, columns))}. Name them in the keys of dataset_traj_builder."
+            f"columns: {', '.join(map(repr, columns))}. Name them in the keys of the trajectory builder."
         )
 
     def _answered(
@@ -131,10 +131,10 @@ class DatasetTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dataset_traj
         return messages
 
 
-def dataset_config_of(document: Document) -> DatasetTrajectoryBuilderConfig | None:
+def dataset_config_of(document: Document) -> ConversationBuilderConfig | None:
     """The block of the run's trajectory builder; None if it runs rollouts."""
     config = document.trajectory_builders.get(document.finetuning.trajectory_builder or "")
-    return config if isinstance(config, DatasetTrajectoryBuilderConfig) else None
+    return config if isinstance(config, ConversationBuilderConfig) else None
 
 
 def objective_of(document: Document) -> Objective | None:
@@ -143,14 +143,14 @@ def objective_of(document: Document) -> Objective | None:
     return None if trainer is None else trainer.job_keys().get("loss")
 
 
-class DatasetTrajectoryBuilder(TrajectoryBuilder):
+class ConversationBuilder(TrajectoryBuilder):
     """Returns the conversations of the round's examples as trajectories."""
 
-    trajectory_builder_config: DatasetTrajectoryBuilderConfig
+    trajectory_builder_config: ConversationBuilderConfig
 
     def __init__(
         self,
-        trajectory_builder_config: DatasetTrajectoryBuilderConfig,
+        trajectory_builder_config: ConversationBuilderConfig,
         objective: Objective | None = None,
     ) -> None:
         super().__init__(trajectory_builder_config)
@@ -175,15 +175,15 @@ class DatasetTrajectoryBuilder(TrajectoryBuilder):
     ) -> None:
         """Append a line to trajectory_builder_RUN.jsonl."""
         file = f"trajectory_builder_{run_id}.jsonl"
-        append_line(output_dir or ".", file, {"run_id": run_id, **metrics})
+        append_line(output_dir or RUNS / DEFAULT, file, {"run_id": run_id, **metrics})
 
 
-@register_trajectory_builder(config_type=DatasetTrajectoryBuilderConfig)
-async def dataset_trajectory_builder(
-    config: DatasetTrajectoryBuilderConfig, builder: Builder
-) -> AsyncIterator[DatasetTrajectoryBuilder]:
-    """Conversations and preference pairs of the dataset, for `sft_trainer` and `dpo_trainer`."""
-    yield DatasetTrajectoryBuilder(config, objective_of(builder.document))
+@register_trajectory_builder(config_type=ConversationBuilderConfig)
+async def conversation_builder(
+    config: ConversationBuilderConfig, builder: Builder
+) -> AsyncIterator[ConversationBuilder]:
+    """Conversations and preference pairs of the dataset, for the trainers `sft` and `dpo`."""
+    yield ConversationBuilder(config, objective_of(builder.document))
 
 
 def _common(one: list[Message], other: list[Message]) -> int:

@@ -4,8 +4,8 @@ In:   a document and its dataset, or a dataset file of the command line
 Out:  mistakes, each with the key to change
 
 Columns that are named must be in some row, and the answer that the reward requires in every row. For
-`sft_trainer` and `dpo_trainer` each row must be a conversation or a pair (dataset_builder.py); such
-rows are not scored. `custom` datasets are checked when the run loads them.
+the trainers `sft` and `dpo` each row must be a conversation or a pair (dataset_builder.py); such rows
+are not scored. `custom` datasets are checked when the run loads them.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from hone.evaluation.datasets import (
 )
 from hone.evaluation.mistakes import missing_answers, needs_answer
 from hone.finetune.dataset_builder import (
-    DatasetTrajectoryBuilderConfig,
+    ConversationBuilderConfig,
     Objective,
     dataset_config_of,
     objective_of,
@@ -117,7 +117,7 @@ def _row_mistakes(
 
 
 def _conversation_mistakes(
-    builder: DatasetTrajectoryBuilderConfig,
+    builder: ConversationBuilderConfig,
     objective: Objective | None,
     items: list[EvalInputItem],
 ) -> Mistakes:

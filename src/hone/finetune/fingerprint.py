@@ -29,7 +29,7 @@ from hone.config.schema import Document, FinetuneRunConfig
 from hone.config.secrets import Secrets
 from hone.disk import sha256_of
 from hone.evaluation.datasets import CustomDataset, as_target
-from hone.finetune.adapter_config import art_config_of
+from hone.finetune.adapter_config import adapter_config_of
 from hone.workflow.command import CommandConfig
 from hone.workflow.framework import FrameworkConfig
 from hone.workflow.jsonable import plain
@@ -82,7 +82,7 @@ def fingerprint_of(
     written = Secrets(document.loaded.data).hide(document.loaded.data)
     for key in FREE:
         _remove(written, key.split("."))
-    adapter = art_config_of(document)
+    adapter = adapter_config_of(document)
     if adapter is not None and adapter.training.schedule == "linear":
         # The learning rate of each job depends on how many are planned.
         written.setdefault("finetuning", {})["num_epochs"] = document.finetuning.num_epochs

@@ -76,10 +76,18 @@ class Journal:
             open_lines(path).close()  # removes a torn last line
 
     @classmethod
-    def open(cls, directory: Path, fingerprint: Mapping[str, Any], *, fresh: bool = False) -> Self:
+    def open(
+        cls,
+        directory: Path,
+        fingerprint: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        prefix: str = "run",
+    ) -> Self:
         """Resume the run in this directory, or start one; `fresh` moves the old to DIR.RUNID.
 
-        `fingerprint`: JSON values that must not change between two starts of the run.
+        `fingerprint`: JSON values that must not change between two starts of the run. `prefix`: how
+        the id of a new run begins.
         """
         lock = _locked(directory)
         try:
@@ -89,7 +97,7 @@ class Journal:
                 old, lock = lock, _locked(directory)
                 old.release()
             run = start.resumed or RunFile(
-                run_id=f"art_run_{secrets.token_hex(4)}",
+                run_id=f"{prefix}_{secrets.token_hex(4)}",
                 created=time.time(),
                 session=1,
                 anew=fresh,

@@ -1,7 +1,7 @@
-"""Trainers with objectives other than the reward: `dpo_trainer` and `sft_trainer`.
+"""The trainers `dpo` and `sft`, with objectives other than the reward.
 
 In:   groups of rollouts, or conversations and pairs of a dataset (dataset_builder.py)
-Out:  the same loop, files and events as `openpipe_art_trainer`; jobs with the loss dpo or sft
+Out:  the same loop, files and events as the trainer `rl`; jobs with the loss dpo or sft
 
 The loss is a key of the job, so that everything else is shared: the journal, idempotency keys,
 resuming, validation and the report. The keys are in the journaled submission, and a job that is sent
@@ -17,20 +17,20 @@ from hone.config.build import Builder
 from hone.config.problems import Mistakes
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.config.schema import Document
-from hone.finetune.adapter_config import art_config_of
+from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
-from hone.finetune.trainer import ARTTrainer
+from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
 from hone.train_config import DpoPairs, DpoReference, TrainConfig
 
 _DEFAULTS = TrainConfig()
 
 
-class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
+class DPOTrainerConfig(TrainerConfig, name="dpo"):
     """Direct preference optimization: trains on pairs of a better and a worse trajectory.
 
-    The pairs are those of a group of rollouts, by reward (`openpipe_art_traj_builder`), or of a
-    dataset (`dataset_traj_builder`).
+    The pairs are those of a group of rollouts, by reward (builder `rollouts`), or of
+    a dataset (builder `conversations`).
     """
 
     beta: float = Field(default=_DEFAULTS.dpo_beta, gt=0)
@@ -47,43 +47,43 @@ class DPOTrainerConfig(TrainerConfig, name="dpo_trainer"):
         return {"loss": "dpo", **own}
 
 
-class SFTTrainerConfig(TrainerConfig, name="sft_trainer"):
-    """Supervised fine-tuning on the assistant messages of a dataset (`dataset_traj_builder`)."""
+class SFTTrainerConfig(TrainerConfig, name="sft"):
+    """Supervised fine-tuning on the assistant messages of a dataset (builder `conversations`)."""
 
     def job_keys(self) -> dict[str, Any]:
         return {"loss": "sft"}
 
 
 @register_trainer(config_type=DPOTrainerConfig)
-async def dpo_trainer(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
+async def dpo(config: DPOTrainerConfig, builder: Builder) -> AsyncIterator[EpochTrainer]:
     """Runs the epochs with the loss `dpo`."""
-    yield ARTTrainer(config)
+    yield EpochTrainer(config)
 
 
 @register_trainer(config_type=SFTTrainerConfig)
-async def sft_trainer(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
+async def sft(config: SFTTrainerConfig, builder: Builder) -> AsyncIterator[EpochTrainer]:
     """Runs the epochs with the loss `sft`."""
-    yield ARTTrainer(config)
+    yield EpochTrainer(config)
 
 
 def objective_mistakes(document: Document) -> Mistakes:
     """Mistakes in how trainer, trajectory builder and adapter fit together."""
-    config, adapter = document.finetuning, art_config_of(document)
+    config, adapter = document.finetuning, adapter_config_of(document)
     trainer = document.trainers.get(config.trainer or "")
     rows, place = dataset_config_of(document), ("finetuning", "trajectory_builder")
     if not isinstance(trainer, DPOTrainerConfig | SFTTrainerConfig):
-        if rows is not None and trainer is not None and trainer.type_name == "openpipe_art_trainer":
+        if rows is not None and isinstance(trainer, RLTrainerConfig):
             yield (
                 place,
                 f"{config.trajectory_builder!r} gives conversations of a dataset, which have no "
-                "rewards to compare; set a trainer of type sft_trainer or dpo_trainer",
+                "rewards to compare; set a trainer of type sft or dpo",
             )
         return
     if isinstance(trainer, SFTTrainerConfig) and num_generations(document) is not None:
         yield (
             place,
-            f"{config.trajectory_builder!r} runs rollouts, and sft_trainer would train on all of "
-            "them, good or bad; set one of type dataset_traj_builder",
+            f"{config.trajectory_builder!r} runs rollouts, and a trainer of type sft would train on "
+            "all of them, good or bad; set a builder of type conversations",
         )
     if rows is not None and config.curriculum_learning.enabled:
         yield (

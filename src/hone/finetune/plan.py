@@ -17,7 +17,7 @@ from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import dataset_items
 from hone.event_log import FILE
 from hone.event_log import read as read_events
-from hone.finetune.adapter_config import art_config_of
+from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
@@ -127,7 +127,7 @@ def plan(
     document: Document, examples: int, *, validation_examples: int = 0, interval: int = 5
 ) -> Plan:
     """The size of a run over this many examples; `interval`: epochs between validations."""
-    config, adapter = document.finetuning, art_config_of(document)
+    config, adapter = document.finetuning, adapter_config_of(document)
     of_epoch = min(config.examples_per_epoch or examples, examples)
     rounds = rounds_of(range(of_epoch), config.groups_per_step)
     generations = 0 if dataset_config_of(document) else num_generations(document) or 1
@@ -205,7 +205,7 @@ async def dry_run(
 
 
 def _backend(document: Document) -> str:
-    adapter = art_config_of(document)
+    adapter = adapter_config_of(document)
     if adapter is None:
         other = document.trainer_adapters.get(document.finetuning.trainer_adapter or "")
         return f"backend       {'none' if other is None else other.type_name}"
@@ -218,7 +218,7 @@ def _concurrency(document: Document) -> str:
     written = document.eval.general.max_concurrency
     if written is not None:
         return f"concurrency   {counted(written, 'rollout')} at a time"
-    if art_config_of(document) is None or document.finetuning.allow_foreign_endpoint:
+    if adapter_config_of(document) is None or document.finetuning.allow_foreign_endpoint:
         return f"concurrency   {counted(DEFAULT_CONCURRENCY, 'rollout')} at a time"
     return "concurrency   as many rollouts at a time as keep the engine busy (max_concurrency)"
 

@@ -20,7 +20,7 @@ from hone.events import Event, JobDone, JobFailed
 from hone.finetune.curriculum import Curriculum
 from hone.finetune.journal import Journal
 from hone.finetune.round_failures import none_collected
-from hone.report.history import History, Validation
+from hone.report.history import RunHistory, Validation
 from hone.report.text import counted
 from hone.rollout_record import RolloutRecord
 
@@ -41,7 +41,7 @@ class RunState:
 
     def __init__(self, config: FinetuneConfig, past: Iterable[Event] = ()) -> None:
         self.config = config
-        self.history = History()
+        self.history = RunHistory()
         self._failed_jobs: Counter[tuple[int, int]] = Counter()
         """Number of failed jobs, by epoch and round."""
         self._planned: tuple[int, list[RoundPlan]] | None = None

@@ -25,6 +25,7 @@ from typing import Any
 
 from hone.config.build import Builder, build
 from hone.config.policy import describe
+from hone.config.registry import is_alias
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig
 from hone.config.secrets import Secrets
 from hone.disk import write_atomic
@@ -93,7 +94,9 @@ def finetune(options: FinetuneOptions) -> int:
     secrets = Secrets(document.loaded.data, options.override)
     with (
         Interrupts() as interrupts,
-        Journal.open(config.output_dir, fingerprint, fresh=fresh) as journal,
+        Journal.open(
+            config.output_dir, fingerprint, fresh=fresh, prefix=_prefix(document)
+        ) as journal,
         EventLog(config.output_dir / FILE) as events,
         Display(events),
         Loggers(document.loggers, events) as loggers,
@@ -122,6 +125,12 @@ def finetune(options: FinetuneOptions) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             return run.interrupted()
         return run.interrupted() if interrupts.received else status
+
+
+def _prefix(document: Document) -> str:
+    """How the id of a run begins; with the toolkit's name of the trainer, as in its documents."""
+    block = document.loaded.data["trainers"][document.finetuning.trainer]
+    return "art_run" if is_alias("trainer", block) else "run"
 
 
 @dataclass

@@ -64,7 +64,7 @@ NO_GROUP = "No trajectories to train on"
 COMPLETED, FAILED = TrainingStatusEnum.COMPLETED, TrainingStatusEnum.FAILED
 
 
-class ARTTrainer(Trainer):
+class EpochTrainer(Trainer):
     """Runs the epochs of a finetuning run that are not done yet."""
 
     _config: FinetuneConfig
@@ -466,11 +466,11 @@ def _log_reward(title: str, metrics: dict[str, Any]) -> None:
     log.info("%s - Avg Reward: %s, Trajectories: %d", title, shown, count)
 
 
-class ARTTrainerConfig(TrainerConfig, name="openpipe_art_trainer"):
+class RLTrainerConfig(TrainerConfig, name="rl"):
     """The loop over epochs; `finetuning:` has its settings."""
 
 
-@register_trainer(config_type=ARTTrainerConfig)
-async def art_trainer(config: ARTTrainerConfig, builder: Builder) -> AsyncIterator[ARTTrainer]:
+@register_trainer(config_type=RLTrainerConfig)
+async def rl_trainer(config: RLTrainerConfig, builder: Builder) -> AsyncIterator[EpochTrainer]:
     """Runs the epochs: validate, collect, select, submit, wait."""
-    yield ARTTrainer(config)
+    yield EpochTrainer(config)

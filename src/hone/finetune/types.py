@@ -26,7 +26,7 @@ class _Value(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AdvantageSettings:
     """How the trajectories of a job are compared: `credit` and `baseline` of a job's keys."""
 
     credit: Credit = _DEFAULTS.credit
@@ -81,7 +81,10 @@ class DPOItem(_Value):
 
 
 class Trajectory(_Value):
-    """One rollout: its messages and its reward."""
+    """One rollout and its reward, as NeMo Agent Toolkit's documents have it: in the harness's parts.
+
+    `hone.Trajectory` is the one of ART's documents; trainer adapters translate (rerender.py).
+    """
 
     episode: list[EpisodeItem] | list[DPOItem]
     """Not set in a trajectory that refers to recorded calls; `load_episodes` of the trajectory

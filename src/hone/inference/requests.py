@@ -1,8 +1,8 @@
 """Requests to the embedded engine and the samples they ask for.
 
 In:   prompt ids and Sampling
-Out:  Request (one prompt, n samples), Sample (one answer as it grows), Branch (samples of one
-      prompt whose tokens are equal so far)
+Out:  Request (one prompt, n samples), SampledSequence (one answer as it grows), Branch (samples of
+      one prompt whose tokens are equal so far)
 
 A request that can never fit is refused before it is queued: it would block all later ones.
 """
@@ -44,7 +44,8 @@ class Request:
         self.max_tokens = min(sampling.max_tokens, config.max_positions - len(prompt_ids))
         self.deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self.samples = [
-            Sample(self, i, seed, matchers[i] if matchers else None) for i in range(sampling.n)
+            SampledSequence(self, i, seed, matchers[i] if matchers else None)
+            for i in range(sampling.n)
         ]
         self.reserved = 0
         self.aborted = False
@@ -95,7 +96,7 @@ class Request:
             self.loop.call_soon_threadsafe(self.deltas.put_nowait, error)
 
 
-class Sample:
+class SampledSequence:
     """One answer: the ids drawn so far, and the state of its random stream."""
 
     def __init__(
@@ -163,7 +164,7 @@ class Branch:
     still uses its own noise, so it gets the same tokens as if it were alone.
     """
 
-    def __init__(self, samples: list[Sample], num_decoded: int = 0) -> None:
+    def __init__(self, samples: list[SampledSequence], num_decoded: int = 0) -> None:
         self.samples = samples
         self.num_decoded = num_decoded
         """Sampled tokens that have keys and values."""
@@ -186,7 +187,7 @@ class Branch:
 
     def split(self) -> list["Branch"]:
         """After a draw: branches of the unfinished samples, by the token they drew."""
-        by_token: dict[int, list[Sample]] = {}
+        by_token: dict[int, list[SampledSequence]] = {}
         for sample in self.samples:
             if not sample.done:
                 by_token.setdefault(sample.ids[-1], []).append(sample)

@@ -19,7 +19,7 @@ from hone.inference.blocks import Block
 from hone.inference.prefill import PrefillQueue
 from hone.inference.prefix_cache import PrefixCache
 from hone.inference.prompt_batches import MemoryLimit
-from hone.inference.requests import Branch, Request, Sample
+from hone.inference.requests import Branch, Request, SampledSequence
 from hone.inference.slots import SlotPool, group_by_prompt, keep_slots, slot_capacity
 from hone.models.decoder import Decoder
 
@@ -176,7 +176,7 @@ class Scheduler:
 
     def new_branches(self) -> list[Branch]:
         """Samples whose prompt is computed and whose first token is not drawn, by prompt."""
-        by_block: dict[int, list[Sample]] = {}
+        by_block: dict[int, list[SampledSequence]] = {}
         for request in self.running:
             if request.block.last_hidden is not None:
                 undrawn = [sample for sample in request.samples if not sample.ids]
@@ -271,7 +271,7 @@ class Scheduler:
     def _drop_empty_pools(self) -> None:
         self._pools = {key: pool for key, pool in self._pools.items() if pool.sequences}
 
-    def _cache_answer(self, pool: SlotPool[Branch], slot: int, sample: Sample) -> None:
+    def _cache_answer(self, pool: SlotPool[Branch], slot: int, sample: SampledSequence) -> None:
         """Add prompt and answer to the prefix cache, so that the next turn can start from them.
 
         Only answers that ended normally: one cut at its token limit is rarely continued.

@@ -35,7 +35,7 @@ from hone.types import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """The progress of a job; sent before every micro-batch (one row)."""
 
     phase: str
@@ -71,7 +71,7 @@ class StepResult:
     sft and dpo, before the optimizer step that trains them."""
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[JobProgress], None]
 ShouldStop = Callable[[], bool]
 
 
@@ -324,7 +324,7 @@ class _Job:
             )
         if self._on_progress is not None:
             steps, rows = len(self.batches), len(self.batches[step].rows)
-            self._on_progress(Progress(phase, step, steps, row, rows, self._done, self._total))
+            self._on_progress(JobProgress(phase, step, steps, row, rows, self._done, self._total))
         self._done += 1
 
 

@@ -1,7 +1,7 @@
 """The learner's process, seen from the parent: start, train, save, load, cancel, close.
 
 In:   a LearnerSpec; then jobs, one at a time
-Out:  StepResults, Progress, checkpoints on disk; LearnerDied if the process ends under a job
+Out:  StepResults, JobProgress, checkpoints on disk; LearnerDied if the process ends under a job
 
 A learner that runs out of memory ends its own process only. Both sides exchange JSON lines over the
 child's stdin and a private copy of its stdout: no pickle, and no second import of the parent's main

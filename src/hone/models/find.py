@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from hone.errors import ModelNotFound
 from hone.models import cache
 from hone.models.files import CONSOLIDATED, ModelFiles, Place, missing_file
-from hone.models.gguf import Progress
+from hone.models.gguf import ReportProgress
 from hone.models.known import KNOWN
 from hone.models.wheels import WHEELS, locate
 
@@ -41,7 +41,11 @@ _IGNORED = [CONSOLIDATED, "*/*"]
 
 
 def find(
-    name: str, *, download: bool = True, convert: bool = True, progress: Progress | None = None
+    name: str,
+    *,
+    download: bool = True,
+    convert: bool = True,
+    progress: ReportProgress | None = None,
 ) -> ModelFiles:
     """The files of the model called `name`.
 
@@ -91,7 +95,7 @@ def check_exists(name: str) -> None:
 
 
 def _in_directory(
-    name: str, tried: list[str], progress: Progress | None, *, convert: bool = True
+    name: str, tried: list[str], progress: ReportProgress | None, *, convert: bool = True
 ) -> ModelFiles | None:
     path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix == ".gguf":
@@ -132,7 +136,13 @@ def _in_directory(
 
 
 def _from_gguf(
-    file: Path, stem: str, source: Place, name: str, progress: Progress | None, *, convert: bool
+    file: Path,
+    stem: str,
+    source: Place,
+    name: str,
+    progress: ReportProgress | None,
+    *,
+    convert: bool,
 ) -> ModelFiles:
     if not convert:
         return ModelFiles(name=name, path=file, source=source)
@@ -152,7 +162,7 @@ def _note(origin: dict[str, Any]) -> str:
 
 
 def _in_wheel(
-    name: str, tried: list[str], progress: Progress | None, *, convert: bool = True
+    name: str, tried: list[str], progress: ReportProgress | None, *, convert: bool = True
 ) -> ModelFiles | None:
     wheel = WHEELS.get(name)
     if wheel is None:

@@ -21,7 +21,7 @@ from hone.errors import HoneError, ModelUnsupported
 from hone.models.gguf_layout import check_layout
 from hone.models.weight_check import refusal
 
-Progress = Callable[[str, int, int], None]
+ReportProgress = Callable[[str, int, int], None]
 """progress(phase, done, total)"""
 
 SHARD_BYTES = 2**31
@@ -104,7 +104,7 @@ class _Source:
         )
 
 
-def convert(path: Path, into: Path, *, progress: Progress | None = None) -> Origin:
+def convert(path: Path, into: Path, *, progress: ReportProgress | None = None) -> Origin:
     """Write the HF directory `into`, which exists and is empty. Raises ModelUnsupported."""
     try:
         return _convert(path, into, progress=progress)
@@ -118,7 +118,7 @@ def convert(path: Path, into: Path, *, progress: Progress | None = None) -> Orig
         ) from error
 
 
-def _convert(path: Path, into: Path, *, progress: Progress | None) -> Origin:
+def _convert(path: Path, into: Path, *, progress: ReportProgress | None) -> Origin:
     report = progress or (lambda what, done, total: None)
     report("reading", 0, 1)
     source = _Source(path)
@@ -201,7 +201,9 @@ def _heads(source: _Source, family: str, key: str, default: int | None = None) -
     return count
 
 
-def _write_weights(source: _Source, config: dict[str, Any], into: Path, report: Progress) -> None:
+def _write_weights(
+    source: _Source, config: dict[str, Any], into: Path, report: ReportProgress
+) -> None:
     """Dequantize tensor by tensor, a shard at a time, under the names that transformers uses."""
     import gguf
     import numpy as np

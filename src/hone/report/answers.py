@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from hone.report.examples import Rollout
+from hone.report.examples import ReportedRollout
 from hone.report.text import counted
 
 ALIKE = 0.9
@@ -64,7 +64,9 @@ class Answers:
     """Those of them with a low reward, where the same answer has a high one elsewhere."""
 
     @classmethod
-    def of(cls, before: Mapping[str, Rollout], after: Mapping[str, Rollout]) -> Self | None:
+    def of(
+        cls, before: Mapping[str, ReportedRollout], after: Mapping[str, ReportedRollout]
+    ) -> Self | None:
         """None if no example was answered under both policies."""
         both = [id for id in before if id in after and before[id].answered and after[id].answered]
         if not both:
@@ -135,7 +137,7 @@ class Answers:
 
 
 def _pair(
-    first: Sequence[str], last: Sequence[str], after: Sequence[Rollout], middle: float, inputs: int
+    first: Sequence[str], last: Sequence[str], after: Sequence[ReportedRollout], middle: float, inputs: int
 ) -> dict[str, Any]:
     """The fields about two answers; empty if the model did not collapse to two.
 

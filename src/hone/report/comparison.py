@@ -1,6 +1,6 @@
 """Which two policies a verdict compares, and the answers of both that count.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  a Comparison: before, after, their rewards in pairs, and the worst case for what is missing
 
 At the end of a run its first policy and the chosen one answer every held-out example side by side.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hone.report.estimate import Rewards, changes
-from hone.report.history import History, Validation
+from hone.report.history import RunHistory, Validation
 
 Place = tuple[str, int]
 """Example and repetition."""
@@ -84,7 +84,7 @@ class Comparison:
         return sides[0], sides[1]
 
 
-def comparison(history: History) -> Comparison | None:
+def comparison(history: RunHistory) -> Comparison | None:
     """The comparison; None without two validations that have a mean reward."""
     pair = _chosen(history)
     if pair is None:
@@ -112,7 +112,7 @@ def comparison(history: History) -> Comparison | None:
     )
 
 
-def to_compare(history: History) -> tuple[Validation, Validation] | None:
+def to_compare(history: RunHistory) -> tuple[Validation, Validation] | None:
     """The two validations whose policies must still answer side by side; None if they have.
 
     None, too, if both are the same step: nothing was trained.
@@ -123,7 +123,7 @@ def to_compare(history: History) -> tuple[Validation, Validation] | None:
     return None if _policy(pair[0]) == _policy(pair[1]) else pair
 
 
-def _chosen(history: History) -> tuple[Validation, Validation] | None:
+def _chosen(history: RunHistory) -> tuple[Validation, Validation] | None:
     """The first policy, and the best trained one, or the last if none is better than the first.
 
     A comparison at the end keeps its two policies, even if its answers lowered the reward of policy
@@ -141,7 +141,7 @@ def _chosen(history: History) -> tuple[Validation, Validation] | None:
 
 
 def _answered_again(
-    history: History, pair: tuple[Validation, Validation]
+    history: RunHistory, pair: tuple[Validation, Validation]
 ) -> tuple[Validation, Validation] | None:
     """What the two policies answered side by side; None if they did not."""
     wanted = [_policy(v) for v in pair]

@@ -1,6 +1,6 @@
 """Why the reward does not rise, and what to change.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  a diagnosis as text; None while the reward rises
 """
 
@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 from hone.events import JobDone
 from hone.report.estimate import by_example
-from hone.report.history import History, Round
+from hone.report.history import Round, RunHistory
 
 FLAT_EPOCHS = 3
 FLAT_SHARE = 0.5
@@ -26,7 +26,7 @@ FLAT = "The reward did not rise by more than chance"
 """First words of a diagnosis."""
 
 
-def diagnosis(history: History) -> str | None:
+def diagnosis(history: RunHistory) -> str | None:
     """Why the reward does not rise, as measured, and what to change.
 
     None while it rises, and for rewards that compare rollouts of one policy. The reward is flat if none of at least `FLAT_EPOCHS` last epochs is better
@@ -67,7 +67,7 @@ def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[floa
     return fmean(after.values()) - fmean(before.values()), sum(squares) ** 0.5
 
 
-def _explain(history: History, rounds: list[Round], rise: float, noise: float) -> list[str]:
+def _explain(history: RunHistory, rounds: list[Round], rise: float, noise: float) -> list[str]:
     """The measurements of these rounds, and the likely causes, each with what to change."""
     run = history.run
     groups = sum(r.metrics.get("num_groups") or 0 for r in rounds)
@@ -134,7 +134,7 @@ def _mean(rounds: list[Round], name: str) -> float:
     return fmean([r.learned[name] for r in rounds if name in r.learned] or [math.nan])
 
 
-def _why_flat(history: History, rounds: list[Round], flat: int) -> str:
+def _why_flat(history: RunHistory, rounds: list[Round], flat: int) -> str:
     """Why most groups have equal rewards."""
     run, rewards = history.run, [x for r in history.rounds for x in r.rewards.values()]
     lowest, highest = min(rewards), max(rewards)

@@ -26,7 +26,7 @@ from hone.events import (
     ValidationStarted,
 )
 from hone.progress import LINE_S, console, write
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.metrics import epoch_entry
 from hone.report.text import counted, duration, number
 from hone.rollout_record import kinds_at_close
@@ -45,7 +45,7 @@ class State:
     """The progress of the run, according to its events."""
 
     def __init__(self) -> None:
-        self.history = History()
+        self.history = RunHistory()
         self.now = self.started_at = 0.0
         self.epoch = self.done = self.round = 0
         self.rounds = 1

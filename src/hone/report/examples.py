@@ -26,7 +26,7 @@ LONGEST = 700
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class ReportedRollout:
     """What a report shows of a rollout."""
 
     input: str
@@ -73,14 +73,14 @@ class Example:
         return None if before is None or after is None else after - before
 
 
-def read_rollouts(path: Path) -> dict[str, Rollout]:
+def read_rollouts(path: Path) -> dict[str, ReportedRollout]:
     """The first rollout of each example; none if the file does not exist."""
     return {id: _rollout(record) for id, record in _records(path).items()}
 
 
 def pick(
-    before: Mapping[str, Rollout],
-    after: Mapping[str, Rollout],
+    before: Mapping[str, ReportedRollout],
+    after: Mapping[str, ReportedRollout],
     *,
     failure_reward: float | None = None,
 ) -> list[Example]:
@@ -122,10 +122,10 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
     return records
 
 
-def _rollout(record: dict[str, Any]) -> Rollout:
+def _rollout(record: dict[str, Any]) -> ReportedRollout:
     failure = record.get("failure") or {}
     parts = (str(failure[key]) for key in ("kind", "reason", "message") if failure.get(key))
-    return Rollout(
+    return ReportedRollout(
         input=_text(record.get("input")),
         text=_text(record.get("output")) or _last_message(record.get("messages") or []),
         reward=record.get("reward"),
@@ -143,7 +143,9 @@ def _last_message(messages: list[dict[str, Any]]) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _example(id: str, first: Rollout, last: Rollout, failure_reward: float | None) -> Example:
+def _example(
+    id: str, first: ReportedRollout, last: ReportedRollout, failure_reward: float | None
+) -> Example:
     before, after = _answer(first, failure_reward), _answer(last, failure_reward)
     if before.reward is None or after.reward is None:
         kind = "could not be scored"
@@ -154,7 +156,7 @@ def _example(id: str, first: Rollout, last: Rollout, failure_reward: float | Non
     return Example(id, kind, shown(first.input), before, after)
 
 
-def _answer(rollout: Rollout, failure_reward: float | None) -> Answer:
+def _answer(rollout: ReportedRollout, failure_reward: float | None) -> Answer:
     reward = rollout.reward
     if reward is None and rollout.kind == "policy":
         reward = failure_reward

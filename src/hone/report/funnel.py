@@ -1,6 +1,6 @@
 """From the rollouts of a run to what was trained: how many, and why the others were not.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  a Funnel, whose numbers add up: collected = left out before a job + submitted, and submitted =
       without a gradient + trained; reasons in words
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hone.events import JobDone, JobFailed
-from hone.report.history import History, Round
+from hone.report.history import Round, RunHistory
 from hone.report.text import counted, number
 
 KINDS = {"infrastructure": "failed outside the model", "policy": "the model failed"}
@@ -104,7 +104,7 @@ class Funnel:
     """Lowest and highest reward of these."""
 
     @classmethod
-    def of(cls, history: History) -> Self:
+    def of(cls, history: RunHistory) -> Self:
         funnel = cls("conversation" if history.run.generations == 0 else "training rollout")
         for r in history.rounds:
             funnel._train(r, funnel._collect(r))
@@ -234,7 +234,7 @@ def failed_rows(r: Round | None) -> list[tuple[str, str, str]]:
     ]
 
 
-def retried_rows(history: History) -> list[tuple[str, str, str]]:
+def retried_rows(history: RunHistory) -> list[tuple[str, str, str]]:
     """Reason of attempts that failed and were run again; how many in training and in validations."""
     training, held_out = history.retried, history.validation_retried
     reasons = (training + held_out).most_common()

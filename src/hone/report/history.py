@@ -1,7 +1,7 @@
 """What a run did, round by round.
 
 In:   events, one by one
-Out:  a History: rounds with their rewards and jobs, validations, seconds by phase, how it ended
+Out:  a RunHistory: rounds with their rewards and jobs, validations, seconds by phase, how it ended
 
 An interrupted run may log something twice: the later event counts, because its result is what was
 trained. Times are the exception: all of them are added up.
@@ -231,7 +231,7 @@ _Key = tuple[int | None, int, int | None]
 """Of a validation: round of the final comparison, or None during the run; epoch; step."""
 
 
-class History:
+class RunHistory:
     """A run, according to the events so far."""
 
     def __init__(self) -> None:

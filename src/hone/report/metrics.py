@@ -1,6 +1,6 @@
 """The metrics files of a run.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  training_metrics.jsonl, reward_history.json, validation_history.json, curriculum_state.json
 
 Each file is written whole from the history in memory, and then renamed: a run that was killed and
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hone.disk import write_atomic
-from hone.report.history import History, Round
+from hone.report.history import Round, RunHistory
 
 
-def write(output_dir: Path, history: History) -> None:
+def write(output_dir: Path, history: RunHistory) -> None:
     """Write the files; those about validations and the curriculum only if there are any."""
     rounds, run_id = history.rounds, history.run.run_id or None
     lines = [json.dumps(_line(r, run_id)) + "\n" for r in rounds]
@@ -34,7 +34,7 @@ def write(output_dir: Path, history: History) -> None:
             write_atomic(output_dir / f"{name}.json", json.dumps(value, indent=2) + "\n")
 
 
-def reward_history(history: History) -> list[dict[str, Any]]:
+def reward_history(history: RunHistory) -> list[dict[str, Any]]:
     """One entry per epoch. Rounds of an epoch are averaged by their number of trajectories."""
     return [epoch_entry(epoch, history.rounds_of(epoch)) for epoch in history.epochs]
 
@@ -54,7 +54,7 @@ def epoch_entry(epoch: int, rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def validation_history(history: History) -> list[dict[str, Any]]:
+def validation_history(history: RunHistory) -> list[dict[str, Any]]:
     """One entry per validation; a failed one has no reward and says why."""
     return [
         {

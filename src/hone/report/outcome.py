@@ -1,6 +1,6 @@
 """The outcome of a run: reward before and after, the gain, and whether it is significant.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  an Outcome, whose numbers are report.json
 
 Before is the run's first step, after is the best one, or the last where none is better than the first
@@ -31,7 +31,7 @@ from hone.report.estimate import (
     gain,
     unpaired_gain,
 )
-from hone.report.history import History, Validation
+from hone.report.history import RunHistory, Validation
 
 Verdict = Literal["better", "worse", "unclear", "unknown"]
 
@@ -63,7 +63,7 @@ class PolicyReward(Estimate):
 class Outcome:
     """The numbers of a report; `baseline`, `tuned` and `gain` are None without two policies."""
 
-    history: History
+    history: RunHistory
     compared: Comparison | None = None
     """None for training rewards."""
     baseline: PolicyReward | None = None
@@ -77,7 +77,7 @@ class Outcome:
     """Number of examples that both policies have a reward for."""
 
     @classmethod
-    def of(cls, history: History) -> Self:
+    def of(cls, history: RunHistory) -> Self:
         compared = comparison(history)
         if compared is not None:
             return cls._held_out(history, compared)
@@ -95,7 +95,7 @@ class Outcome:
         return cls(history, None, *policies, gain(first, last), deltas=deltas, shared=shared)
 
     @classmethod
-    def _held_out(cls, history: History, compared: Comparison) -> Self:
+    def _held_out(cls, history: RunHistory, compared: Comparison) -> Self:
         before, after = compared.rewards
         if not before:
             first, last = map(PolicyReward.validated, (compared.before, compared.after))
@@ -277,7 +277,7 @@ class Outcome:
 
 def measure(output_dir: Path) -> Outcome:
     """The outcome of the run in this directory."""
-    history = History.of(read(output_dir / FILE))
+    history = RunHistory.of(read(output_dir / FILE))
     if not history.sessions:
         raise ConfigError(
             f"{output_dir}: no run to report on ({FILE} is missing or empty). Name the "

@@ -1,6 +1,6 @@
 """Plots of a run: rewards, change of every example, metrics of the learner.
 
-In:   the History of a run
+In:   the RunHistory of a run
 Out:  reward_plot.png; two more as PNG bytes for the report
 
 A failure is a gap with a cross, never a point at 0. Bands and bars are 95% intervals over examples.
@@ -25,7 +25,7 @@ from hone.disk import write_atomic
 from hone.events import JobFailed
 from hone.report.estimate import Estimate, around
 from hone.report.headline import plot_title
-from hone.report.history import History, Round
+from hone.report.history import Round, RunHistory
 from hone.report.outcome import Outcome
 from hone.report.text import counted, number
 
@@ -51,13 +51,13 @@ Point = tuple[float, Estimate | None]
 # ---- numbers --------------------------------------------------------------------------------------
 
 
-def training_rewards(history: History) -> list[Point]:
+def training_rewards(history: RunHistory) -> list[Point]:
     if history.run.generations == 0:  # conversations of a dataset have no rewards
         return []
     return [(r.trained, around(r.metrics.get("avg_reward"), r.by_example)) for r in history.rounds]
 
 
-def held_out_rewards(history: History) -> list[Point]:
+def held_out_rewards(history: RunHistory) -> list[Point]:
     return [(float(v.epoch), around(v.mean, v.rewards)) for v in history.validations]
 
 
@@ -73,11 +73,11 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 @styled
-def reward_plot(history: History, path: Path) -> None:
+def reward_plot(history: RunHistory, path: Path) -> None:
     write_atomic(path, _png(reward_figure(history)))
 
 
-def reward_figure(history: History) -> Figure:
+def reward_figure(history: RunHistory) -> Figure:
     """Training, held-out and filtered reward, and the curriculum's share."""
     training, held_out = training_rewards(history), held_out_rewards(history)
     evaluator, other = history.run.evaluators
@@ -178,7 +178,7 @@ def _learned_from(axis: Axes, rounds: list[Round]) -> None:
         )
 
 
-def _events(axis: Axes, history: History) -> None:
+def _events(axis: Axes, history: RunHistory) -> None:
     """A ring for the best step, vertical lines for what happened to the run."""
     best = history.best
     if best is not None and best is not history.scored[-1] and best.step is not None:
@@ -298,7 +298,7 @@ def _share_flat(round: Round) -> dict[str, float]:
 
 
 @styled
-def learning(history: History) -> bytes | None:
+def learning(history: RunHistory) -> bytes | None:
     """One small plot per metric of the jobs; None without any."""
     measured = [r.learned | _share_flat(r) for r in history.rounds]
     known = {key for m in measured for key in m}

@@ -24,10 +24,10 @@ from hone.disk import write_atomic
 from hone.report import markdown
 from hone.report.answers import Answers
 from hone.report.diagnosis import FLAT, diagnosis
-from hone.report.examples import Rollout, pick, read_rollouts, request
+from hone.report.examples import ReportedRollout, pick, read_rollouts, request
 from hone.report.funnel import Funnel, failed_rows, retried_rows
 from hone.report.headline import headline, plot_title
-from hone.report.history import History
+from hone.report.history import RunHistory
 from hone.report.outcome import Outcome, PolicyReward, measure
 from hone.report.text import counted, duration, ends, number, signed
 from hone.rollout_record import file_name
@@ -46,7 +46,7 @@ PHASE_NAMES = {
 
 
 def write(
-    output_dir: Path, *, brief: bool = False, history: History | None = None
+    output_dir: Path, *, brief: bool = False, history: RunHistory | None = None
 ) -> dict[str, Any]:
     """Write the files from the events so far; returns the numbers in report.json.
 
@@ -243,14 +243,14 @@ def _draw(outcome: Outcome, plot: Path) -> dict[str, bytes]:
     return pictures
 
 
-def _newest_reward_at(history: History) -> float:
+def _newest_reward_at(history: RunHistory) -> float:
     collected = [r.collected.at for r in history.rounds if r.collected]
     return max([*collected, *(v.at for v in history.validations)], default=0.0)
 
 
 def _compared_rollouts(
     output_dir: Path, outcome: Outcome
-) -> tuple[dict[str, Rollout], dict[str, Rollout]]:
+) -> tuple[dict[str, ReportedRollout], dict[str, ReportedRollout]]:
     """The first rollout of each example under the two policies that are compared."""
     compared, folder = outcome.compared, output_dir / "trajectories"
     if outcome.baseline is None or outcome.tuned is None:

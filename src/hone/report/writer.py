@@ -18,7 +18,7 @@ from pathlib import Path
 from hone.errors import StorageError
 from hone.event_log import EventLog, EventReader
 from hone.report import metrics
-from hone.report.history import History
+from hone.report.history import RunHistory
 
 PLOT_S = 10.0
 """Minimum time between two plots during a run."""
@@ -31,7 +31,7 @@ class Files:
 
     def __init__(self, events: EventLog, output_dir: Path) -> None:
         self.events, self.output_dir = events, output_dir
-        self.history = History()
+        self.history = RunHistory()
         self._reader = EventReader(events.path)
         self._writing: asyncio.Task[None] | None = None
         self._stale = False
@@ -86,7 +86,7 @@ class Files:
             log.warning("The report could not be written: %s", error, exc_info=error)
 
 
-def write(history: History, output_dir: Path, *, picture: bool) -> None:
+def write(history: RunHistory, output_dir: Path, *, picture: bool) -> None:
     metrics.write(output_dir, history)
     if picture:
         from hone.report import plots  # imported here: matplotlib takes a second

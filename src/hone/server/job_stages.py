@@ -163,7 +163,7 @@ class JobStages:
                 f"{base.path}: the learner read an adapter with hash {sha256[:16]}, the manifest "
                 f"says {base.sha256[:16]}. Delete this checkpoint; the one before it is used then."
             )
-        progress = Progress(partial(self.jobs.progress, job.id))
+        progress = ThrottledProgress(partial(self.jobs.progress, job.id))
 
         def on_progress(at: dict[str, Any]) -> None:
             check_cancelled()
@@ -330,7 +330,7 @@ class JobStages:
         say(f"job {state}", job=job.id, step=job.step, took_s=took_s)
 
 
-class Progress:
+class ThrottledProgress:
     """Forwards the progress of a job: each new phase, and otherwise one event per PROGRESS_S."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], object]) -> None:

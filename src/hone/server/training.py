@@ -50,7 +50,7 @@ MAX_PAGE = 5000
 CANCEL_S = 60.0
 """Seconds for a cancelled job to end before its model is deleted."""
 
-Step = Annotated[int, Field(ge=0, lt=2**31)]
+StepNumber = Annotated[int, Field(ge=0, lt=2**31)]
 
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """X-Accel-Buffering keeps nginx from buffering events."""
@@ -61,7 +61,7 @@ class MetricsRequest(Strict):
     """Metrics of one step, measured by the client."""
 
     split: Name = "val"
-    step: Step | None = None
+    step: StepNumber | None = None
     """The step; None for the newest."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(min_length=1)
     """`val/reward` decides which step is the best."""
@@ -374,7 +374,7 @@ def _checkpoint_routes(state: State, router: APIRouter) -> None:
         name: Name,
         keep_last: Annotated[int | None, Query(ge=1, lt=2**31)] = None,
         keep_best: Annotated[str | None, Query(min_length=1, max_length=500)] = None,
-        keep: Annotated[list[Step] | None, Query(max_length=1000)] = None,
+        keep: Annotated[list[StepNumber] | None, Query(max_length=1000)] = None,
     ) -> list[int]:
         """Delete all steps except the selected ones and the newest; returns the deleted steps."""
         record = state.models.get(ModelKey(project, name))

@@ -56,7 +56,7 @@ class Point:
     """Line of the event in events.jsonl, from 1: the order of the points, and a key of each."""
 
 
-class Rollout(RolloutRecord):
+class LoggedRollout(RolloutRecord):
     """A line of trajectories/*.jsonl, with the time at which the rollout ended."""
 
     model_config = ConfigDict(extra="ignore")  # the logger may run with an older hone
@@ -94,7 +94,7 @@ class RoundTable:
 
     name: str
     """`train/rollouts`, `val/rollouts` or `final/rollouts`."""
-    rollouts: list[Rollout]
+    rollouts: list[LoggedRollout]
     step: int
     line: int
     """As in Point."""
@@ -137,7 +137,7 @@ class Sink:
     def log(self, point: Point) -> None:
         """Send metrics."""
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: LoggedRollout) -> None:
         """Send a finished rollout."""
 
     def table(self, table: RoundTable) -> None:

@@ -29,9 +29,9 @@ from hone.events import (
     ValidationResult,
 )
 from hone.model_files import model_directory
-from hone.report.history import History, Validation
+from hone.report.history import RunHistory, Validation
 from hone.rollout_record import file_name
-from hone.sinks.base import Adapter, Point, Rollout, RoundTable, Run, Sink
+from hone.sinks.base import Adapter, LoggedRollout, Point, RoundTable, Run, Sink
 
 ROOT = ".hone"
 """Default root of a server that a run starts itself."""
@@ -49,7 +49,7 @@ class Feed:
         """`sent`: number of log lines that were sent; `sink` declares what it needs."""
         self.line, self.sent = 0, sent
         """Numbers of lines read, and of lines sent before."""
-        self.history = History()
+        self.history = RunHistory()
         self._sink = sink
         self._reader = EventReader(directory / FILE)
         self._rollouts = RolloutFiles(directory / "trajectories")
@@ -86,7 +86,7 @@ class Feed:
         return wanted and isinstance(event, RolloutDone)
 
     def _deliveries(
-        self, event: Event, record: Rollout | None
+        self, event: Event, record: LoggedRollout | None
     ) -> Iterator[tuple[Hashable, Delivery]]:
         """Deliveries, each with a key that ensures it is sent once."""
         match event:
@@ -185,10 +185,10 @@ class RolloutFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._offsets: dict[Path, int] = {}
-        self._waiting: dict[str, Rollout] = {}
+        self._waiting: dict[str, LoggedRollout] = {}
         """Rollouts that were read but not taken yet, by id."""
 
-    def take(self, event: RolloutDone) -> Rollout | None:
+    def take(self, event: RolloutDone) -> LoggedRollout | None:
         """The rollout of an event; None if it is not in its file."""
         path, id = self._path(event.split, event.epoch), event.rollout or ""
         if id not in self._waiting:
@@ -196,11 +196,11 @@ class RolloutFiles:
         rollout = self._waiting.pop(id, None)
         return rollout and rollout.model_copy(update={"ended_at": event.at})
 
-    def of_round(self, split: str, epoch: int, round: int) -> list[Rollout]:
+    def of_round(self, split: str, epoch: int, round: int) -> list[LoggedRollout]:
         """The rollouts of a round; for one that was run again, the last record."""
-        path, rollouts = self._path(split, epoch), dict[tuple[str, int], Rollout]()
+        path, rollouts = self._path(split, epoch), dict[tuple[str, int], LoggedRollout]()
         for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-            rollout = Rollout.model_validate_json(line)
+            rollout = LoggedRollout.model_validate_json(line)
             if rollout.round == round:
                 rollouts[rollout.example, rollout.generation] = rollout
         return list(rollouts.values())
@@ -213,7 +213,7 @@ class RolloutFiles:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
         for line in whole.split(b"\n") if whole else ():
-            rollout = Rollout.model_validate_json(line)
+            rollout = LoggedRollout.model_validate_json(line)
             self._waiting[rollout.rollout] = rollout
 
     def _path(self, split: str, epoch: int) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.rollout_record import CallRecord
-from hone.sinks.base import Rollout, Run, Sink
+from hone.sinks.base import LoggedRollout, Run, Sink
 from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LangfuseSink(Sink):
         self._spans = Outbox["ReadableSpan"](MAX_SPANS, self._send_spans, self.refuse)
         self._scores = Outbox["CreateScoreRequest"](MAX_SCORES, self._send_scores, self.refuse)
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: LoggedRollout) -> None:
         self._spans.items += self._make.of(rollout)
         self._scores.items += self._scores_of(rollout)
 
@@ -123,7 +123,7 @@ class LangfuseSink(Sink):
     def close(self) -> None:
         self._exporter.shutdown()
 
-    def _attributes(self, rollout: Rollout, call: CallRecord | None) -> dict[str, Any]:
+    def _attributes(self, rollout: LoggedRollout, call: CallRecord | None) -> dict[str, Any]:
         from langfuse import LangfuseOtelSpanAttributes as Names
 
         shared = {
@@ -158,7 +158,7 @@ class LangfuseSink(Sink):
             Names.OBSERVATION_STATUS_MESSAGE: call.error,
         }
 
-    def _scores_of(self, rollout: Rollout) -> list["CreateScoreRequest"]:
+    def _scores_of(self, rollout: LoggedRollout) -> list["CreateScoreRequest"]:
         from langfuse.api.scores.types.create_score_request import CreateScoreRequest
 
         from hone.sinks.spans import trace_id

@@ -16,7 +16,7 @@ import httpx2
 
 from hone.config.registry import LoggerBaseConfig, register_logger
 from hone.rollout_record import CallRecord
-from hone.sinks.base import Message, Rollout, Run, Sink
+from hone.sinks.base import LoggedRollout, Message, Run, Sink
 from hone.sinks.refusals import is_refusal
 
 API = "https://api.openpipe.ai/api/v1"
@@ -57,7 +57,7 @@ class OpenPipeSink(Sink):
         """No rollout was sent in this session yet: an earlier session may have sent the next
         one."""
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: LoggedRollout) -> None:
         for index, (call, messages, reply) in enumerate(rollout.conversations()):
             key = rollout.rollout, index
             if key in self._sent:
@@ -93,7 +93,7 @@ class OpenPipeSink(Sink):
 
     def _report(
         self,
-        rollout: Rollout,
+        rollout: LoggedRollout,
         index: int,
         call: CallRecord,
         messages: list[Message],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from hone.config.registry import LoggerBaseConfig, register_logger
-from hone.sinks.base import Point, Rollout, Run, Sink
+from hone.sinks.base import LoggedRollout, Point, Run, Sink
 from hone.sinks.refusals import Outbox
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class OTelSink(Sink):
         self._spans = Outbox["ReadableSpan"](MAX_SPANS, self._send_spans, self.refuse)
         self._points = Outbox[Point](MAX_POINTS, self._send_points, self.refuse)
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: LoggedRollout) -> None:
         self._spans.items += self._make.of(rollout)
 
     def log(self, point: Point) -> None:

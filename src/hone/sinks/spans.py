@@ -1,6 +1,6 @@
 """A rollout as a trace of OpenTelemetry: a span for the rollout, and one for each model call.
 
-In:   a Rollout
+In:   a LoggedRollout
 Out:  spans with the gen_ai attributes of OpenTelemetry's semantic conventions (1.38: spans `chat`
       and `invoke_agent`, messages as JSON)
 
@@ -21,10 +21,10 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 import hone
 from hone.rollout_record import CallRecord
-from hone.sinks.base import Message, Rollout, Run
+from hone.sinks.base import LoggedRollout, Message, Run
 
 Attributes = Mapping[str, Any]
-More = Callable[[Rollout, CallRecord | None], Attributes]
+More = Callable[[LoggedRollout, CallRecord | None], Attributes]
 """Further attributes of the span of a rollout, or of one of its calls."""
 
 PROVIDER = "hone"
@@ -49,7 +49,7 @@ class Spans:
         )
         self._scope = InstrumentationScope("hone", hone.__version__)
 
-    def of(self, rollout: Rollout) -> Iterator[ReadableSpan]:
+    def of(self, rollout: LoggedRollout) -> Iterator[ReadableSpan]:
         """The spans of a rollout; the rollout's own is the last."""
         root = self._context(rollout.rollout, "rollout")
         for index, (call, messages, reply) in enumerate(rollout.conversations()):
@@ -85,7 +85,7 @@ class Spans:
             end_time=_nanoseconds(rollout.ended_at),
         )
 
-    def _of_rollout(self, rollout: Rollout) -> dict[str, Any]:
+    def _of_rollout(self, rollout: LoggedRollout) -> dict[str, Any]:
         return {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.provider.name": PROVIDER,
@@ -127,7 +127,7 @@ def _of_call(call: CallRecord) -> dict[str, Any]:
     }
 
 
-def _texts(rollout: Rollout) -> dict[str, Any]:
+def _texts(rollout: LoggedRollout) -> dict[str, Any]:
     return {
         "gen_ai.input.messages": json.dumps([_parts("user", rollout.input)]),
         "gen_ai.output.messages": json.dumps([_parts("assistant", rollout.output)]),

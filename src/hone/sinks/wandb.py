@@ -26,8 +26,8 @@ from hone.events import RunFinished
 from hone.sinks.base import (
     TABLE_COLUMNS,
     Adapter,
+    LoggedRollout,
     Point,
-    Rollout,
     RoundTable,
     Run,
     SentAdapters,
@@ -156,7 +156,7 @@ class WandbSink(Sink):
         self._opened.finish(exit_code=0 if self._completed else 1)
 
 
-def _row(rollout: Rollout) -> list[Any]:
+def _row(rollout: LoggedRollout) -> list[Any]:
     values = {
         **rollout.model_dump(include=set(TABLE_COLUMNS)),
         "input": _text(rollout.input),
