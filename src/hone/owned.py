@@ -7,11 +7,15 @@ A directory may have the name that hone expects and belong to somebody else. The
 before anything else, so a directory without it holds nothing of hone's.
 """
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from filelock import lock_descriptor
+
 from hone.disk import storage
-from hone.errors import StateError
+from hone.errors import Conflict, StateError
 
 MARK = ".made-by-hone"
 
@@ -48,3 +52,36 @@ def remove_owned(directory: Path) -> bool:
         return False
     shutil.rmtree(directory, ignore_errors=True)
     return True
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory if it has the mark, or is empty."""
+    if not remove_owned(directory):
+        with suppress(OSError):  # it holds files that are not hone's
+            directory.rmdir()
+
+
+def lock_directory(directory: Path, held: str) -> int:
+    """Create a directory if it is missing, and lock it until the descriptor is closed.
+
+    The directory itself is locked: a lock file would stay in what is written there. Raises Conflict
+    with the text `held` if another process holds the lock.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # the other process has just ended
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if _took_lock(descriptor) and os.path.samestat(os.fstat(descriptor), directory.stat()):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise Conflict(held)
+
+
+def _took_lock(descriptor: int) -> bool:
+    try:
+        return lock_descriptor(descriptor, blocking=False)
+    except OSError:  # a file system without locks
+        return True

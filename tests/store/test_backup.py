@@ -12,6 +12,7 @@ from tests.server.small_server import CONFIG
 
 from hone.errors import ConfigError, Conflict, NotFound, StateError
 from hone.model_files import read_state, write_state
+from hone.owned import make_owned
 from hone.server.state import State
 from hone.store import backup as backup_module
 from hone.store.backup import backup
@@ -236,6 +237,51 @@ def test_on_another_file_system_files_are_copied(
     copy = make_state(root=tmp_path / "mounted")
     assert steps(copy) == [0, 1]
     copy.store.close()
+
+
+@pytest.mark.parametrize("partial", ["copy/.partial", ".copy.partial"])
+def test_files_that_no_backup_wrote_stay(state: State, tmp_path: Path, partial: str):
+    """A directory may be called as hone would call its own."""
+    mine = tmp_path / partial / "thesis.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(StateError, match=r"partial: holds files that hone did not write"):
+        backup(state.settings.root, tmp_path / "copy")
+    assert mine.read_text() == "mine"
+    assert [path.name for path in mine.parent.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("partial", ["copy/.partial", ".copy.partial"])
+def test_files_of_a_killed_backup_are_replaced(state: State, tmp_path: Path, partial: str):
+    make_owned(tmp_path / partial)
+    (tmp_path / partial / "state.sqlite-old").write_text("half")
+    copy = tmp_path / "copy"
+    assert backup(state.settings.root, copy).steps == 2
+    assert {path.name for path in copy.iterdir()} == {"state.sqlite", "projects"}
+    assert not list(tmp_path.rglob("*.partial")) and stat.S_IMODE(copy.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_only_one_of_two_backups_at_the_same_time_writes_the_directory(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+):
+    """The second would empty what the first has copied, and the first would not notice."""
+    copy, copy_step, refusals = tmp_path / "copy", backup_module._copy_step, list[str]()
+    if exists:
+        copy.mkdir()
+
+    def during_another(*args: Any) -> str | None:
+        with pytest.raises(Conflict) as refused:
+            backup(state.settings.root, copy)
+        refusals.append(str(refused.value))
+        return copy_step(*args)
+
+    monkeypatch.setattr(backup_module, "_copy_step", during_another)
+    assert backup(state.settings.root, copy).steps == 2
+    assert {path.name for path in copy.iterdir()} == {"state.sqlite", "projects"}
+    assert refusals == 2 * [
+        f"{copy}: another backup is writing to it. Wait until it has ended, or name another directory."
+    ]
 
 
 def test_wrong_directories_are_named(state: State, tmp_path: Path):

@@ -10,6 +10,7 @@ themselves: theirs is the server's address, or /rollout/ID under it.
 
 import asyncio
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -139,7 +140,11 @@ def _add_tokenizer_routes(router: APIRouter, state: State) -> None:
         """The token ids of a prompt, or of a chat as its template renders it."""
         body = TokenizeRequest.parse(read_json(await request.body()))
         tokenizer, limit = await _tokenizer(state, body.model)
-        tokens = await asyncio.to_thread(_encode, tokenizer, body)
+        encode = partial(_encode, tokenizer, body)
+        if body.messages is None:
+            tokens = await asyncio.to_thread(encode)
+        else:
+            tokens = await tokenizer.in_template_thread(encode)
         names: list[str] | None = None
         if body.return_token_strs:
             names = tokenizer.template.tokenizer.convert_ids_to_tokens(tokens)

@@ -22,7 +22,7 @@ from typing import Any
 from hone.chat.bridge import Conversation, RenderedCall
 from hone.chat.choice_tokens import FieldPath, InvalidField, SampledTokens, TokenReader
 from hone.chat.messages import check_messages
-from hone.errors import NotFound, TemplateError
+from hone.errors import NotFound, TemplateError, TemplateLimit
 from hone.learner.staleness import too_stale
 from hone.server.tokenizer import FIXED, BaseTokenizer, differing
 from hone.store.calls import CallStore
@@ -118,6 +118,8 @@ class ChoiceReader:
         try:
             prompt = transcript.prompt()
             self._check_text(choice, message, sampled.ids, prompt, transcript.history, where)
+        except TemplateLimit:
+            raise  # every other conversation would take as long
         except TemplateError as error:
             raise InvalidField(
                 where, f"no call of this server is like it, and it cannot be rendered: {error}"
@@ -147,6 +149,8 @@ class ChoiceReader:
         try:
             prompt = transcript.prompt()
             ids = self._template.answer_ids(transcript.messages, message, transcript.history.tools)
+        except TemplateLimit:
+            raise  # every other conversation would take as long
         except TemplateError as error:
             raise InvalidField(where, str(error)) from None
         self._counts["from_text"] += 1

@@ -34,9 +34,6 @@ from hone.server.tokenizer import BaseTokenizer
 STEADY_S = 60.0
 """Earlier failures of an engine are forgotten after it has worked for this long."""
 
-MAX_RENDERING = 4
-"""Prompts of one base model that are rendered at the same time; its own template renders one."""
-
 
 @dataclass(frozen=True, eq=False)
 class Base(BaseTokenizer):
@@ -44,8 +41,6 @@ class Base(BaseTokenizer):
 
     engine: Engine
     adapters: Adapters
-    rendering: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDERING))
-    """Limits the threads that render its prompts: with a slow template, it would use up all."""
 
 
 @dataclass(slots=True)
@@ -273,6 +268,7 @@ class Engines:
             max_positions=min(tokenizer.max_positions, engine.max_length),
             engine=engine,
             adapters=Adapters(engine, self._settings.max_adapters),
+            rendering=tokenizer.rendering,
         )
 
     async def _close_old(self, usage: _Usage) -> None:

@@ -9,13 +9,9 @@ its rollout, so refused requests do not change the seeds of later ones.
 """
 
 import asyncio
-import contextvars
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 from hone.chat.bridge import HashedMessages, NextPrompt
 from hone.chat.constraint import answer_constraint, plain_constraint
@@ -26,18 +22,11 @@ from hone.errors import BadRequest, GrammarError
 from hone.inference.base import Constraint, Sampling
 from hone.server.chat_tasks import render, too_long
 from hone.server.conversations import Match, PlaceInRollout, request_seed
-from hone.server.engines import Base
 from hone.server.generation import Generation, RequestContext
 from hone.server.tokenizer import BaseTokenizer
 from hone.types import RecordedCall
 from hone.wire.base import Request
 from hone.wire.openai_chat import ChatRequest, CompletionRequest, effective_temperature
-
-T = TypeVar("T")
-
-_TEMPLATES = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hone-template")
-"""Renders templates that came with a model. Its own threads: a slow template must not use up those
-that read the disk for every other request. A base model uses a few of them (`Base.rendering`)."""
 
 
 async def prepare_chat(
@@ -145,32 +134,19 @@ async def _chat_prompt(
     # Other template arguments, or another date, may load another variant of the template.
     dated = context.run is not None and template.renderer.prints_date
     if template.foreign or kwargs or dated:
-        matched = await _in_template_thread(context.policy.base, match)
+        matched = await context.policy.base.in_template_thread(match)
     elif context.size == "small" and context.history.is_loaded(calls):
         matched = match()
     else:
         matched = await asyncio.to_thread(match)
     tokenizer, choice, (unrendered, parents), prompt = matched
     if prompt is None:
-        prompt = await context.state.workers.run(
-            render, tokenizer, unrendered, limit, context.prompt_key
-        )
+        foreign = tokenizer.template.foreign
+        async with context.policy.base.rendering.process if foreign else nullcontext():
+            prompt = await context.state.workers.run(
+                render, tokenizer, unrendered, limit, context.prompt_key
+            )
     return tokenizer, choice, prompt, parents[prompt.source]
-
-
-async def _in_template_thread(base: Base, function: Callable[[], T]) -> T:
-    """The result of a function that may render the base model's own template."""
-    await base.rendering.acquire()
-    loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
-    future = _TEMPLATES.submit(run, function)
-
-    def release(_: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(base.rendering.release)
-
-    # With the thread and not with the request, which may be cancelled before.
-    future.add_done_callback(release)
-    return await asyncio.wrap_future(future)
 
 
 async def _completion_prompt(context: RequestContext, prompt: str | list[int]) -> NextPrompt:

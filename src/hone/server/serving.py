@@ -21,6 +21,7 @@ from contextlib import (
 )
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hone.errors import (
@@ -182,8 +183,12 @@ class Serving:
         base_name, record, _ = await asyncio.to_thread(self._look_up, name, None, None)
         loaded = self.engines.loaded().get(base_name)  # knows the engine's limit, too
         base = loaded or await self.engines.tokenizer(base_name)
-        kwargs = {} if record is None else record.spec.chat_template_kwargs
-        return base.with_kwargs(kwargs), self.max_length(base, record)
+        limit = self.max_length(base, record)
+        if record is None or not record.spec.chat_template_kwargs:
+            return base, limit
+        # Other arguments may load another variant of the template, which renders it.
+        variant = partial(base.with_kwargs, record.spec.chat_template_kwargs)
+        return await base.in_template_thread(variant), limit
 
     def max_length(self, base: BaseTokenizer, record: ModelRecord | None) -> int:
         """Maximum tokens of a prompt and its answer together: the least of all limits."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
+from hone.inference.background import in_own_thread
 from hone.logs import say
 from hone.server import job_tasks
 from hone.server.choice_calls import Start
@@ -35,7 +36,8 @@ async def reading(
     """
     async with AsyncExitStack() as reserved:
         if len(body) <= state.settings.large_body_bytes:
-            run: Any = partial(asyncio.to_thread, job_tasks.call, job_tasks.Parsed())
+            # Its own thread: the job may be rendered by a slow template.
+            run: Any = partial(in_own_thread, job_tasks.call, job_tasks.Parsed())
         else:
             worker = await reserved.enter_async_context(state.workers.worker())
             run = partial(worker.run, job_tasks.call, None)

@@ -14,14 +14,18 @@ the root with size and time of each file, and computed again when one changes.
 A BaseTokenizer can be sent to a worker process, which loads the same files again, once.
 """
 
+import asyncio
+import contextvars
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.chat.choice_tokens import first_outside
 from hone.chat.template import ChatTemplate
@@ -37,6 +41,27 @@ PARTS = ("weights", "tokenizer", "chat template", "template arguments", "date")
 FIXED = frozenset(PARTS[:3])
 """The parts that determine the meaning of ids; a mismatch is refused."""
 
+MAX_RENDERING = 4
+"""Prompts of one base model that are rendered at the same time; its own template renders one."""
+
+T = TypeVar("T")
+
+_TEMPLATES = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hone-template")
+"""Renders templates that came with a model. Its own threads: a slow template must not use up those
+that read the disk for every other request. A base model uses a few of them (`Rendering`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How much of the server may render prompts of one base model at the same time.
+
+    With a slow template, it would otherwise keep every thread and every worker process.
+    """
+
+    threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RENDERING))
+    process: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """For a worker process, which renders the prompts of large bodies."""
+
 
 @dataclass(frozen=True, eq=False)
 class BaseTokenizer:
@@ -48,6 +73,7 @@ class BaseTokenizer:
     weights_sha256: str
     max_positions: int
     """Maximum tokens of a prompt and its answer together."""
+    rendering: Rendering = field(default_factory=Rendering, kw_only=True)
 
     @classmethod
     def load(cls, base_model: str, root: Path, *, today: date | None = None) -> "BaseTokenizer":
@@ -68,8 +94,28 @@ class BaseTokenizer:
         if template is self.template:
             return self
         return BaseTokenizer(
-            self.name, self.files, template, self.weights_sha256, self.max_positions
+            self.name,
+            self.files,
+            template,
+            self.weights_sha256,
+            self.max_positions,
+            rendering=self.rendering,
         )
+
+    async def in_template_thread(self, function: Callable[[], T]) -> T:
+        """The result of a function that may render the base model's own template."""
+        turn = self.rendering.threads
+        await turn.acquire()
+        loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+        future = _TEMPLATES.submit(run, function)
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(turn.release)
+
+        # With the thread and not with the request, which may be cancelled before.
+        future.add_done_callback(release)
+        return await asyncio.wrap_future(future)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the paths: the worker process reads the files itself.

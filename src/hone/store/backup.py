@@ -25,6 +25,7 @@ from pathlib import Path
 
 from hone.disk import move, open_lines, output, sha256_of, storage, sync
 from hone.errors import Conflict, StateError
+from hone.owned import MARK, discard, lock_directory, make_owned, remove_owned
 from hone.store.checkpoints import HISTORY, MANIFEST, UNPROVED, Checkpoints
 from hone.store.database import STATE, state_file
 from hone.types import ModelKey
@@ -69,32 +70,49 @@ def backup(root: Path, directory: Path) -> Backup:
         raise Conflict(f"{directory} is inside the root {root}; name a directory outside of it")
     with output(str(directory)):
         exists = target.exists()
-        if exists and (not target.is_dir() or any(f.name != _PARTIAL for f in target.iterdir())):
-            raise Conflict(f"{directory} exists and is not empty; name a new directory")
+        _check_free(target, directory)
         target.parent.mkdir(parents=True, exist_ok=True)
         # A directory that exists is filled, not replaced: it may be a mount point.
         partial = target / _PARTIAL if exists else target.with_name(f".{target.name}{_PARTIAL}")
+        lock = lock_directory(
+            partial,
+            f"{directory}: another backup is writing to it. Wait until it has ended, or name another "
+            "directory.",
+        )
     try:
+        _check_free(target, directory)  # again: another backup may have ended meanwhile
         for _ in range(TRIES):
             with output(str(directory)):
-                shutil.rmtree(partial, ignore_errors=True)  # left by a backup that was killed
-                partial.mkdir(mode=0o700)
+                make_owned(partial)  # empties what a killed backup left
+                partial.chmod(0o700)
             if (done := _copy(root, partial)) is None:
                 continue
             with output(str(directory)):
                 if exists:
                     target.chmod(0o700)
                     for path in partial.iterdir():
-                        move(path, target / path.name)
+                        if path.name != MARK:
+                            move(path, target / path.name)
+                    remove_owned(partial)
                 else:
                     move(partial, target)
+                    (target / MARK).unlink()
             return done
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        discard(partial)
+        os.close(lock)
     raise Conflict(
         f"--root {root}: models were renamed or deleted again and again while they were copied. Make "
         "the backup when that has ended."
     )
+
+
+def _check_free(target: Path, directory: Path) -> None:
+    """Raise Conflict unless the directory is new or empty, but for what a killed backup left."""
+    if target.exists() and (
+        not target.is_dir() or any(file.name != _PARTIAL for file in target.iterdir())
+    ):
+        raise Conflict(f"{directory} exists and is not empty; name a new directory")
 
 
 def _copy(root: Path, partial: Path) -> Backup | None:

@@ -14,17 +14,15 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-from filelock import lock_descriptor
 
 from hone.disk import move, output
 from hone.errors import Conflict, NotFound
 from hone.models.files import ModelFiles
 from hone.models.find import find
-from hone.owned import MARK, make_owned, remove_owned
+from hone.owned import MARK, discard, lock_directory, make_owned, remove_owned
 from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
 from hone.store.database import Store, state_file
@@ -48,7 +46,11 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
         # A directory that exists is filled, not replaced: it may be a mount point, or the current one.
         exists = target.is_dir()
         partial = target / _PARTIAL if exists else target.with_name(f".{target.name}{_PARTIAL}")
-        lock = _lock(partial, directory)
+        lock = lock_directory(
+            partial,
+            f"{directory}: another export is writing to it. Wait until it has ended, or name another "
+            "directory.",
+        )
         try:
             _check_free(directory)  # again: another export may have ended meanwhile
             make_owned(partial)
@@ -67,9 +69,7 @@ def export(root: Path, name: str, directory: Path, *, merge: bool = False) -> Pa
                 move(partial, target)
                 (target / MARK).unlink()
         except BaseException:
-            if not remove_owned(partial):
-                with suppress(OSError):  # it holds files that are not hone's
-                    partial.rmdir()
+            discard(partial)
             raise
         finally:
             os.close(lock)
@@ -82,34 +82,6 @@ def _check_free(directory: Path) -> None:
         not directory.is_dir() or any(file.name != _PARTIAL for file in directory.iterdir())
     ):
         raise Conflict(f"{directory} exists and is not empty; name a new directory")
-
-
-def _lock(partial: Path, directory: Path) -> int:
-    """Create the partial directory if it is missing, and lock it until the descriptor is closed.
-
-    The directory itself is locked: a lock file would stay in what is exported. Raises Conflict.
-    """
-    partial.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # the other export has just ended
-        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if _took_lock(descriptor) and os.path.samestat(os.fstat(descriptor), partial.stat()):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-    raise Conflict(
-        f"{directory}: another export is writing to it. Wait until it has ended, or name another "
-        "directory."
-    )
-
-
-def _took_lock(descriptor: int) -> bool:
-    try:
-        return lock_descriptor(descriptor, blocking=False)
-    except OSError:  # a file system without locks
-        return True
 
 
 def _look_up(root: Path, name: str) -> tuple[ModelRecord, Checkpoint]:
