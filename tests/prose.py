@@ -33,6 +33,7 @@ HEADING = "## "
 REPOSITORY = Path(__file__).parents[1]
 _UUID = r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}"
 VOLATILE = (
+    (re.compile(r"(?<=Traceback \(most recent call last\):\n)(?:  .*\n)+"), "  <frames>\n"),
     (re.compile(r"\b0x[0-9a-f]{6,}\b"), "<address>"),
     (re.compile(rf"(?<!\w){_UUID}(?!\w)"), "<id>"),
     (re.compile(r"(?:(?<=[-_:])|(?<=[a-z]\.))(?!20\d{6}\b)[0-9a-f]{8,}(?![0-9A-Za-z])"), "<id>"),
