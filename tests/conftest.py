@@ -41,6 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in its background; what the tests start must hear Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["tests.prose"]
 pytest.register_assert_rewrite("tests.conformance")  # its files are imported, not collected
 
 settings.register_profile("same", derandomize=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 from tests.chat.conftest import TEMPLATES, build_tokenizer
+from tests.prose import Prose
 
 from hone.chat.chatml import PROBE_CONVERSATIONS
 from hone.chat.jinja import Jinja
@@ -109,9 +110,12 @@ def test_a_template_renders_as_transformers_renders_it(template: str):
         "{% endfor %}",
     ],
 )
-def test_a_template_that_takes_too_much_memory_is_refused(small: JinjaProcesses, template: str):
-    with pytest.raises(TemplateLimit, match=r"takes more than 64 MiB of memory .*; correct the"):
+def test_a_template_that_takes_too_much_memory_is_refused(
+    prose: Prose, small: JinjaProcesses, template: str
+):
+    with pytest.raises(TemplateLimit) as caught:
         small.render(template, HI)
+    prose(caught)
     assert small.render("{{ messages[0].content }}", HI) == "hi"
 
 
@@ -122,19 +126,24 @@ def test_a_template_that_takes_too_much_memory_is_refused(small: JinjaProcesses,
         "{{ 9 ** (9 ** 9) }}",  # one operation, which no Python code can interrupt
     ],
 )
-def test_a_template_that_takes_too_long_is_ended(small: JinjaProcesses, template: str):
-    with pytest.raises(TemplateLimit, match=r"takes more than 0\.2 s of CPU time .*; correct the"):
+def test_a_template_that_takes_too_long_is_ended(
+    prose: Prose, small: JinjaProcesses, template: str
+):
+    with pytest.raises(TemplateLimit) as caught:
         small.render(template, HI)
+    prose(caught)
     assert small.pids == []
     assert small.render("{{ messages[0].content }}", HI) == "hi"
 
 
 def test_a_template_that_writes_too_much_is_refused_and_a_long_prompt_is_not(
+    prose: Prose,
     small: JinjaProcesses,
 ):
     loop = "{% for i in range(9999) %}{{ 'A' * 999 }}{% endfor %}"
-    with pytest.raises(TemplateLimit, match=r"takes more than \d+ characters of text"):
+    with pytest.raises(TemplateLimit) as caught:
         small.render(loop, HI)
+    prose(caught)
     long = {"messages": [{"role": "user", "content": "hi" * MEBIBYTE}]}
     assert small.render("{{ messages[0].content }}", long) == "hi" * MEBIBYTE
 
@@ -189,12 +198,13 @@ def test_nothing_is_imported_from_the_working_directory(
     assert small.render("{{ messages[0].content }}", HI) == "hi"
 
 
-def test_where_the_system_does_not_limit_memory_the_parent_does():
+def test_where_the_system_does_not_limit_memory_the_parent_does(prose: Prose):
     assert MEBIBYTE < resident_bytes(os.getpid()) < 1 << 40
     watching = JinjaProcesses(time_s=60, memory_bytes=4 * MEBIBYTE, watch_memory=True)
     try:  # a loop takes no memory, so only the parent can find that the process has more than 4 MiB
-        with pytest.raises(TemplateLimit, match="more than 4 MiB of memory"):
+        with pytest.raises(TemplateLimit) as caught:
             watching.render(ENDLESS, HI)
+        prose(caught)
     finally:
         watching.close()
 

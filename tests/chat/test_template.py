@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.prose import Prose, place_of
 
 from hone.chat.template import ChatTemplate
 from hone.errors import ModelUnsupported, TemplateError
@@ -68,28 +69,32 @@ def test_a_server_of_many_base_models_spells_out_each_vocabulary_once(make_token
     assert all(t.pieces is pieces for t, pieces in zip(templates, spelled, strict=True))
 
 
-def test_an_unknown_template_is_rendered_as_it_is(make_tokenizer):
+def test_an_unknown_template_is_rendered_as_it_is(prose: Prose, make_tokenizer):
     tokenizer = make_tokenizer("smollm2-instruct", NO_TOOLS_TEMPLATE)
     template = ChatTemplate.load(tokenizer)
     assert template.renderer.name == "jinja"
     assert not template.renderer.bridges
     assert tokenizer.decode(template.render(HI)) == "[user]hi"
-    with pytest.raises(TemplateError, match=r"^tools: .* would vanish"):
+    with pytest.raises(TemplateError) as caught:
         template.render(HI, TOOLS)
+    prose(caught)
+    assert place_of(caught) == "tools"
 
 
-def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
+def test_a_tokenizer_without_a_template_is_refused(prose: Prose, make_tokenizer):
     tokenizer = make_tokenizer("smollm2-instruct", special=["<|im_end|>"])
     tokenizer.chat_template = None
-    with pytest.raises(ModelUnsupported, match=r"^base-model: it has no chat template; use"):
+    with pytest.raises(ModelUnsupported) as caught:
         ChatTemplate.load(tokenizer, "base-model")
+    prose(caught)
 
 
-def test_what_the_template_itself_refuses_is_a_template_error(make_tokenizer):
+def test_what_the_template_itself_refuses_is_a_template_error(prose: Prose, make_tokenizer):
     strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct", strict))
-    with pytest.raises(TemplateError, match="the model's chat template refuses them: user first"):
+    with pytest.raises(TemplateError) as caught:
         template.render([{"role": "system", "content": "s"}])
+    prose(caught)
 
 
 @pytest.mark.parametrize("family", ["smollm2-instruct", "qwen2.5-instruct", "qwen3"])
@@ -132,7 +137,7 @@ def test_qwen3_gives_the_ids_of_its_own_template(qwen3, turns, tools, thinking):
 # Arguments, date and fingerprint
 
 
-def test_arguments_are_used_or_named_as_ignored(qwen3, qwen25):
+def test_arguments_are_used_or_named_as_ignored(prose: Prose, qwen3, qwen25):
     variant = qwen3.with_kwargs({"enable_thinking": False, "mood": "gay"})
     assert variant.renderer.ignored == ("mood",)
     assert variant.fingerprint != qwen3.fingerprint
@@ -141,8 +146,10 @@ def test_arguments_are_used_or_named_as_ignored(qwen3, qwen25):
     assert qwen25.with_kwargs({"enable_thinking": False}).renderer.ignored == ("enable_thinking",)
     assert qwen25.with_kwargs({"enable_thinking": False}).fingerprint == qwen25.fingerprint
     assert qwen25.with_kwargs({}) is qwen25
-    with pytest.raises(TemplateError, match=r"^chat_template_kwargs: [^:]*\nenable_thinking"):
+    with pytest.raises(TemplateError) as caught:
         qwen3.with_kwargs({"enable_thinking": "perhaps"})
+    prose(caught)
+    assert place_of(caught) == "chat_template_kwargs"
 
 
 def test_the_date_a_template_prints_is_frozen_and_fingerprinted(make_tokenizer, smollm2):
@@ -183,42 +190,38 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 
 
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    "messages",
     [
-        ([], r"messages: expected a list of at least one message, got \[\]"),
-        ("hi", "messages: Input should be a valid list, got 'hi'"),
-        (["hi"], r"messages\[0\]: Input should be a dictionary .*, got 'hi'"),
-        ([{"role": "robot", "content": ""}], r"messages\[0\].role: .*'system', .*, got 'robot'"),
-        ([*HI, {"role": "user", "content": None}], r"messages\[1\].content: .*, got None"),
-        ([*HI, {"role": "user"}], r"messages\[1\].content: .*, got None"),
-        ([{"role": "user", "content": IMAGE}], r"messages\[0\].content: .*'image_url'.*; this"),
-        ([{"role": "user", "content": "\ud83d"}], r"messages\[0\].content: .* surrogates"),
-        ([_call("bad")], r"messages\[0\].tool_calls\[0\].arguments: .*, got 'bad'"),
-        ([_call('{"a": "\ud83d"}')], r"tool_calls\[0\].arguments: .* surrogates"),
-        ([_call("[1]")], r"tool_calls\[0\].arguments: expected a JSON object, got list"),
-        ([_call(7)], r"tool_calls\[0\].arguments: .*, got 7"),
-        (
-            [{"role": "assistant", "tool_calls": [{"name": "f"}]}],
-            r"messages\[0\].tool_calls\[0\]: expected a function with name and arguments",
-        ),
-        ([{"role": "assistant", "tool_calls": "f"}], r"messages\[0\].tool_calls: .*, got 'f'"),
-        (
-            [{"role": "assistant", "function_call": {"name": "f"}}],
-            r"messages\[0\]: got function_call, the old form of a call; send tool_calls",
-        ),
-        ([{**_call("{}"), "role": "user", "content": ""}], "only the assistant makes calls"),
-        ([{**_call("{}"), "reasoning": 3}], r"messages\[0\].reasoning: .*, got 3"),
+        [],
+        "hi",
+        ["hi"],
+        [{"role": "robot", "content": ""}],
+        [*HI, {"role": "user", "content": None}],
+        [*HI, {"role": "user"}],
+        [{"role": "user", "content": IMAGE}],
+        [{"role": "user", "content": "\ud83d"}],
+        [_call("bad")],
+        [_call('{"a": "\ud83d"}')],
+        [_call("[1]")],
+        [_call(7)],
+        [{"role": "assistant", "tool_calls": [{"name": "f"}]}],
+        [{"role": "assistant", "tool_calls": "f"}],
+        [{"role": "assistant", "function_call": {"name": "f"}}],
+        [{**_call("{}"), "role": "user", "content": ""}],
+        [{**_call("{}"), "reasoning": 3}],
     ],
 )
-def test_malformed_messages_are_refused_by_field(qwen25, messages, says):
-    with pytest.raises(TemplateError, match=says):
+def test_malformed_messages_are_refused_by_field(prose: Prose, qwen25, messages):
+    with pytest.raises(TemplateError) as caught:
         qwen25.render(messages)
+    prose(caught)
 
 
 @pytest.mark.parametrize("tools", ["weather", ["weather"], [{"name": "weather"}]])
-def test_malformed_tools_are_refused(qwen25, tools):
-    with pytest.raises(TemplateError, match=r"^tools(\[0\](.function)?)?: .*, got "):
+def test_malformed_tools_are_refused(prose: Prose, qwen25, tools):
+    with pytest.raises(TemplateError) as caught:
         qwen25.render(HI, tools)
+    prose(caught)
 
 
 def test_what_clients_spell_differently_renders_alike(qwen25):
@@ -274,15 +277,16 @@ def test_a_written_answer_is_what_the_model_would_have_to_sample(request, family
     assert template.tokenizer.decode(whole).startswith(text)
 
 
-def test_a_template_that_hides_where_the_answer_begins_is_refused(make_tokenizer):
+def test_a_template_that_hides_where_the_answer_begins_is_refused(prose: Prose, make_tokenizer):
     odd = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}ANSWER NOW{% endif %}"
     )
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct", odd))
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}
-    with pytest.raises(TemplateError, match="does not write an answer after its"):
+    with pytest.raises(TemplateError) as caught:
         template.answer_ids([user], reply)
+    prose(caught)
 
 
 def test_a_written_answer_ends_where_the_model_stops(make_tokenizer):

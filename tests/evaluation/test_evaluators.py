@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.evaluation.made import item
+from tests.prose import Prose
 
 from hone.errors import ConfigError
 from hone.evaluation.base import score
@@ -23,16 +24,13 @@ def reason(rule: Rule, output: Any, expected: Any = None) -> Any:
     return rule.verdict(item(output, expected))[1]
 
 
-async def test_a_rule_scores_as_evaluators_do():
+async def test_a_rule_scores_as_evaluators_do(prose: Prose):
     evaluator = RuleEvaluator(ExactMatch())
     assert (await score(evaluator, item("a", "a"))).value == 1.0
     assert (await score(evaluator, item("a", "b"))).value == 0.0
     missing = await score(evaluator, item("a", None, id="row-3"))
     assert missing.value is None and missing.failure is not None
-    assert missing.failure.message == (
-        "item 'row-3': its row has no expected output; fill the answer column, or name it in "
-        "eval.general.dataset.structure.answer_key"
-    )
+    prose(missing.failure.message)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +75,11 @@ def test_contains(output: Any, expected: Any, options: Any, right: int):
     assert value(Contains(**options), output, expected) == right
 
 
-def test_contains_names_what_is_missing():
+def test_contains_names_what_is_missing(prose: Prose):
     assert reason(Contains(), "only a", ["a", "bb"]) == {"missing": ["bb"]}
-    with pytest.raises(ConfigError, match="expects an empty list of texts"):
+    with pytest.raises(ConfigError) as caught:
         value(Contains(), "a", [])
+    prose(caught)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +104,15 @@ def test_regex(output: Any, expected: Any, options: Any, right: int):
     assert value(Regex(**options), output, expected) == right
 
 
-def test_a_bad_pattern_is_the_author_s():
+def test_a_bad_pattern_is_the_author_s(prose: Prose):
     with pytest.raises(ValidationError, match=r"'\(' is not a regular expression"):
         Regex(pattern="(")
-    with pytest.raises(ConfigError, match="is not a regular expression"):
+    with pytest.raises(ConfigError) as caught:
         value(Regex(), "x", "(")
-    with pytest.raises(ConfigError, match=r"has no group 2; there are \[1, 'a'\]"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         value(Regex(pattern="(?P<a>x)", group=2), "x", "x")
+    prose(caught)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +139,11 @@ def test_numeric(output: Any, expected: Any, options: Any, right: int):
     assert value(Numeric(**options), output, expected) == right
 
 
-def test_numeric_wants_a_number_of_the_row():
+def test_numeric_wants_a_number_of_the_row(prose: Prose):
     assert reason(Numeric(), "no idea", 4) == "no number in the output"
-    with pytest.raises(ConfigError, match="expects 'four', which is not a number"):
+    with pytest.raises(ConfigError) as caught:
         value(Numeric(), "4", "four")
+    prose(caught)
 
 
 def test_json_match_is_the_share_of_paths_that_agree():
@@ -175,11 +177,12 @@ def test_json_match_of_paths_that_find_nothing_or_much(
     assert value(JsonMatch(paths=paths), output, expected) == right
 
 
-def test_json_that_cannot_be_read():
+def test_json_that_cannot_be_read(prose: Prose):
     assert value(JsonMatch(), "nothing", {"a": 1}) == 0.0
     assert "the output is not JSON" in reason(JsonMatch(), "nothing", {"a": 1})
-    with pytest.raises(ConfigError, match="what it expects is not JSON"):
+    with pytest.raises(ConfigError) as caught:
         value(JsonMatch(), {"a": 1}, "{")
+    prose(caught)
     with pytest.raises(ValidationError, match=r"'\$\[' is not a JSONPath"):
         JsonMatch(paths=["$["])
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 from tests.evaluation.made import call, item
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.evaluation.base import Score, score
@@ -83,17 +84,14 @@ async def test_a_prompt_of_one_s_own_is_filled_once(endpoint: Endpoint, llm: LLM
 
 
 async def test_an_answer_without_a_score_is_asked_again_and_then_a_failure(
-    endpoint: Endpoint, llm: LLM, tmp_path: Path
+    prose: Prose, endpoint: Endpoint, llm: LLM, tmp_path: Path
 ):
     endpoint.replies = [Reply("fine"), says(11), says(5)]
     assert (await score(judge(llm), item("x"))).value == 0.5
     endpoint.replies = [Reply("fine"), Reply('{"score": tr', finish="length")]
     got = await score(judge(llm, tmp_path, attempts=2), item("x"))
     assert got.value is None and got.failure is not None
-    assert got.failure.message == (
-        "judge 'judge_llm': asked 2 times, it gave no score; it was cut at the token limit: "
-        "'{\"score\": tr'"
-    )
+    prose(got.failure.message)
     assert not list(tmp_path.iterdir())
     assert len(endpoint.requests) == 5
 
@@ -114,13 +112,15 @@ async def test_failed_requests_are_tried_again_by_the_client(endpoint: Endpoint,
     await patient.close()
 
 
-async def test_a_judge_that_does_not_answer_in_time_is_a_failure(endpoint: Endpoint, llm: LLM):
+async def test_a_judge_that_does_not_answer_in_time_is_a_failure(
+    prose: Prose, endpoint: Endpoint, llm: LLM
+):
     gate = asyncio.Event()
     endpoint.replies = [Reply(gate=gate)]
     got = await score(judge(llm, timeout_s=0.05), item("x"))
     gate.set()
     assert got.failure is not None
-    assert got.failure.message == "judge 'judge_llm': no score within timeout_s=0.05"
+    prose(got.failure.message)
 
 
 async def test_what_was_said_once_is_kept(endpoint: Endpoint, llm: LLM, tmp_path: Path):

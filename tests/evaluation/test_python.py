@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.evaluation.made import call, item, step
+from tests.prose import Prose
 
 from hone.errors import ConfigError
 from hone.evaluation.base import EvalInputItem, EvalOutputItem, Score, score
@@ -68,7 +69,7 @@ async def test_a_plain_function_does_not_hold_the_loop():
     assert seen == [False]
 
 
-async def test_what_it_may_return():
+async def test_what_it_may_return(prose: Prose):
     failure = Failure(type="T", message="m")
     returns: list[tuple[Any, Score]] = [
         (True, Score(1.0)),
@@ -83,7 +84,8 @@ async def test_what_it_may_return():
             == expected
         )
     nothing = await scored(lambda output: None, item("x"))
-    assert nothing.failure is not None and "the score is None" in nothing.failure.message
+    assert nothing.failure is not None
+    prose(nothing.failure.message)
 
 
 async def test_what_it_raises_is_a_failure():
@@ -101,17 +103,17 @@ def nothing_at_all() -> float:
 
 
 @pytest.mark.parametrize(
-    ("fn", "arguments", "message"),
+    ("fn", "arguments"),
     [
-        (two_names, {}, "takes (outptu, expected). Did you mean 'output'? It may take item, id,"),
-        (nothing_at_all, {}, "takes (). It may take item, id, input, output, expected, row, calls"),
-        (two_names, {"k": 1}, "target 'm:fn' has no parameter 'k', but args.k is set"),
-        (two_names, {"llm": 1}, "target 'm:fn' has no parameter 'llm', but llm is set"),
+        (two_names, {}),
+        (nothing_at_all, {}),
+        (two_names, {"k": 1}),
+        (two_names, {"llm": 1}),
     ],
 )
 def test_a_signature_that_cannot_be_called_is_found_when_it_is_built(
-    fn: Any, arguments: dict[str, Any], message: str
+    prose: Prose, fn: Any, arguments: dict[str, Any]
 ):
     with pytest.raises(ConfigError) as caught:
         PythonEvaluator("m:fn", fn, arguments, 1)
-    assert message in str(caught.value)
+    prose(caught)

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.prose import Prose
 
 from hone.errors import ConfigError
 from hone.evaluation import rows
@@ -126,34 +127,34 @@ def test_xls():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "text"),
+    ("name", "content"),
     [
-        ("a.json", '{"id": 1}', "a.json: holds an object; a JSON dataset is a list of objects"),
-        ("a.json", '[{"id": 1},\n {"id": }]', "a.json:2: not JSON: Expecting value"),
-        ("a.json", '{"id": 1}\n{"id": 2}', "are JSON Lines: name the file .jsonl"),
-        ("a.json", '[{"id": 1}, "x"]', "a.json: row 2: is a string; each row is an object"),
-        ("a.jsonl", '{"id": 1}\n{"id"', "a.jsonl:2: not JSON: Expecting ':' delimiter"),
-        ("a.jsonl", '[\n{"id": 1}]', "A file that is one JSON value is named .json"),
-        ("a.jsonl", "[1]\n", "a.jsonl:1: is a list; each row is an object"),
-        ("a.json", b"\xff\xfe[", "a.json: not UTF-8 text (invalid start byte at byte 0)"),
-        ("a.jsonl", b'{"a": "\xe9"}', "not UTF-8 text (invalid continuation byte at byte 7)"),
-        ("a.csv", b"a\n\xe9\n", "a.csv: not UTF-8 text"),
-        ("a.csv", "id,q\n1,a,b\n", "a.csv:2: column 3 holds 'b' but has no name in the first row"),
-        ("a.csv", "id,id\n1,2\n", "a.csv: two columns are called 'id'; rename one of them"),
-        ("a.csv", 'id,q\n1,"a\n', "a.csv: not CSV: unexpected end of data"),
-        ("a.parquet", b"PAR0", "a.parquet: not Parquet"),
-        ("a.xlsx", b"PK", "a.xlsx: not an Excel workbook (.xlsx)"),
-        ("a.xls", b"PK", "a.xls: not an Excel 97-2003 workbook (.xls)"),
-        ("a.txt", "x", "known: .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .xlsx, .xlsm, .xls"),
+        ("a.json", '{"id": 1}'),
+        ("a.json", '[{"id": 1},\n {"id": }]'),
+        ("a.json", '{"id": 1}\n{"id": 2}'),
+        ("a.json", '[{"id": 1}, "x"]'),
+        ("a.jsonl", '{"id": 1}\n{"id"'),
+        ("a.jsonl", '[\n{"id": 1}]'),
+        ("a.jsonl", "[1]\n"),
+        ("a.json", b"\xff\xfe["),
+        ("a.jsonl", b'{"a": "\xe9"}'),
+        ("a.csv", b"a\n\xe9\n"),
+        ("a.csv", "id,q\n1,a,b\n"),
+        ("a.csv", "id,id\n1,2\n"),
+        ("a.csv", 'id,q\n1,"a\n'),
+        ("a.parquet", b"PAR0"),
+        ("a.xlsx", b"PK"),
+        ("a.xls", b"PK"),
+        ("a.txt", "x"),
     ],
 )
 def test_what_cannot_be_read_is_an_error(
-    tmp_path: Path, name: str, content: str | bytes, text: str
+    prose: Prose, tmp_path: Path, name: str, content: str | bytes
 ):
     path = wrote(tmp_path / name, content)
     with pytest.raises(ConfigError) as caught:
         rows.read(path)
-    assert text in str(caught.value)
+    prose(caught)
     assert str(caught.value).startswith(str(path))
 
 
@@ -165,11 +166,12 @@ def test_an_empty_file_of_a_table_has_no_rows(tmp_path: Path):
     ("package", "name"), [("pyarrow", "a.parquet"), ("openpyxl", "a.xlsx"), ("xlrd", "a.xls")]
 )
 def test_a_library_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str
 ):
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(ConfigError, match=f"reading it needs {package}; pip install {package}"):
+    with pytest.raises(ConfigError) as caught:
         rows.read(wrote(tmp_path / name, b""))
+    prose(caught)
 
 
 CELLS = st.text(

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 from tests.evaluation.made import call, item
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
@@ -126,12 +127,13 @@ async def test_scoring_holds_no_slot():
     assert [r.scores["slow"].value for r in ended.results] == [1.0] * 3
 
 
-async def test_only_the_evaluators_that_are_asked_for():
+async def test_only_the_evaluators_that_are_asked_for(prose: Prose):
     run = over(echo, items("a"), evaluators=EXACT | {"other": EXACT["exact"]})
     assert list((await run.run_item(run.items[0], evaluators=["other"])).scores) == ["other"]
     assert list((await run.run_item(run.items[0])).scores) == ["exact", "other"]
-    with pytest.raises(ConfigError, match="evaluator 'exat' not found; there are: exact, other"):
+    with pytest.raises(ConfigError) as caught:
         await run.run_item(run.items[0], evaluators=["exat"])
+    prose(caught)
 
 
 async def test_calls_carry_the_rollout_and_those_of_a_judge_do_not():
@@ -220,16 +222,13 @@ def test_an_output_that_cannot_be_used_is_the_policy_s_after_its_answer(
 
 
 @pytest.mark.parametrize(
-    ("returned", "message"),
+    "returned",
     [
-        ("prose", "result_json_path $.city: the workflow returned text that is not JSON"),
-        (
-            {"town": 1},
-            "result_json_path $.city: nothing is at $.city of what the workflow returned",
-        ),
+        "prose",
+        {"town": 1},
     ],
 )
-async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, message: str):
+async def test_a_path_that_finds_nothing_is_a_failure(prose: Prose, returned: Any):
     async def give(input: str) -> Any:
         return returned
 
@@ -242,9 +241,10 @@ async def test_a_path_that_finds_nothing_is_a_failure(returned: Any, message: st
         "infrastructure",
         "unparseable",
     )
-    assert message in failure.failure.message
-    with pytest.raises(ConfigError, match=r"'\$\[' is not a JSONPath"):
+    prose(failure.failure.message)
+    with pytest.raises(ConfigError) as caught:
         over(give, items("x"), result_json_path="$[")
+    prose(caught)
 
 
 async def test_items_may_be_scored_as_they_are():
@@ -261,7 +261,7 @@ async def test_items_may_be_scored_as_they_are():
     )
 
 
-async def test_items_are_prepared_before_they_are_scored():
+async def test_items_are_prepared_before_they_are_scored(prose: Prose):
     async def lower(item: EvalInputItem) -> EvalInputItem:
         return item.copy_with_updates(output_obj=item.output_obj.lower())
 
@@ -275,7 +275,7 @@ async def test_items_are_prepared_before_they_are_scored():
     wrong: Any = lambda item: None  # noqa: E731
     lost = (await over(echo, [row], prepare=wrong).run_item(row)).scores["exact"]
     assert lost.failure is not None
-    assert "custom_pre_eval_process_function returned NoneType" in lost.failure.message
+    prose(lost.failure.message)
 
 
 async def test_a_callback_that_raises_ends_the_others():

@@ -16,6 +16,7 @@ from tests.conformance.engine import (
     assert_agree,
     spelling_tokenizer,
 )
+from tests.prose import Prose
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
@@ -239,17 +240,18 @@ async def test_a_sleeping_engine_is_probed(served):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "says"),
+    "sequences",
     [
-        ([[1, 2], []], "sequence 1 of the probe has 0 tokens; the model reads 1 to 512"),
-        ([[1] * 513], "sequence 0 of the probe has 513 tokens; the model reads 1 to 512"),
-        ([[1, 512]], "sequence 0 of the probe holds 512, outside the vocabulary of 512"),
-        ([[-1]], "sequence 0 of the probe holds -1, outside the vocabulary"),
+        [[1, 2], []],
+        [[1] * 513],
+        [[1, 512]],
+        [[-1]],
     ],
 )
-async def test_probes_that_cannot_be_read_are_refused(served, sequences, says):
-    with pytest.raises(ConfigError, match=says):
+async def test_probes_that_cannot_be_read_are_refused(prose: Prose, served, sequences):
+    with pytest.raises(ConfigError) as caught:
         await served.engine.probe(sequences)
+    prose(caught)
     whole = await served.engine.probe([[1] * 512])
     assert len(whole.logprobs[0]) == 511
 
@@ -269,13 +271,16 @@ async def test_what_nobody_waits_for_any_more_leaves_the_engine_alone(tiny_llama
     await served.engine.close()
 
 
-async def test_a_probe_of_an_engine_that_closes_ends_with_an_error(tiny_llama_dir, tmp_path):
+async def test_a_probe_of_an_engine_that_closes_ends_with_an_error(
+    prose: Prose, tiny_llama_dir, tmp_path
+):
     served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=1)
     probe = asyncio.create_task(served.engine.probe([PROMPT * 20, PROMPT[1:] * 20]))
     await asyncio.sleep(0.02)
     await served.engine.close()
-    with pytest.raises(EngineError, match="the engine was closed"):
+    with pytest.raises(EngineError) as caught:
         await probe
+    prose(caught)
 
 
 async def test_a_next_turn_reads_only_what_is_new(served):
@@ -334,10 +339,13 @@ async def test_requests_beyond_the_budget_wait_and_are_all_answered(tiny_llama_d
     await served.engine.close()
 
 
-async def test_what_can_never_fit_is_refused_with_the_numbers(tiny_llama_dir, tmp_path):
+async def test_what_can_never_fit_is_refused_with_the_numbers(
+    prose: Prose, tiny_llama_dir, tmp_path
+):
     served = await serve(tiny_llama_dir, tmp_path, kv_budget_bytes=512 * 100)
-    with pytest.raises(RequestTooLarge, match=r"max_tokens=400.*the engine has"):
+    with pytest.raises(RequestTooLarge) as caught:
         await complete(served.engine, PROMPT, Sampling(max_tokens=400))
+    prose(caught)
     (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=5))
     assert len(done.ids) == 5
     await served.engine.close()
@@ -369,15 +377,19 @@ async def test_the_answer_ends_with_the_context(served):
     assert (len(done.ids), done.finish) == (12, "length")
 
 
-async def test_a_failing_step_fails_its_requests_and_says_why(tiny_llama_dir, tmp_path):
+async def test_a_failing_step_fails_its_requests_and_says_why(
+    prose: Prose, tiny_llama_dir, tmp_path
+):
     def broken(ids: list[int]) -> str:
         raise RuntimeError("no text today")
 
     served = await serve(tiny_llama_dir, tmp_path, decode=broken)
-    with pytest.raises(EngineError, match="no text today"):
+    with pytest.raises(EngineError) as caught:
         await complete(served.engine, PROMPT, Sampling(max_tokens=4, stop=("x",)))
-    with pytest.raises(EngineError, match="no text today"):
+    prose(caught)
+    with pytest.raises(EngineError) as caught:
         await complete(served.engine, PROMPT, Sampling(max_tokens=4))
+    prose(caught)
 
 
 async def test_open_finds_loads_and_serves_by_name(tiny_llama_dir, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tests.prose import Prose, place_of
 
 from hone.errors import ConfigError, EngineError
 from hone.inference.vllm_args import (
@@ -52,79 +53,78 @@ def test_arguments_of_vllm_pass(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value"),
     [
-        ("max_num_sequences", 64, "has no such argument. Did you mean 'max_num_seqs'?"),
-        ("logprobs_mode", "raw_logprobs", "'raw_logprobs' cannot be set: it would change the log-"),
-        ("generation_config", "auto", "'auto' cannot be set: it would change the log-prob"),
-        ("trust_remote_code", True, "True cannot be set: it can load code"),
-        ("worker_cls", "x.Y", "'x.Y' cannot be set: it can load code"),
-        ("lora_target_modules", ["q_proj"], "adapters are on every linear layer"),
-        ("speculative_config", {"method": "custom_class"}, "cannot be set: it can load code"),
-        ("spec_model", "/drafts", "'/drafts' cannot be set: it can load code"),
-        ("spec_method", "custom_class", "'custom_class' cannot be set: it can load code"),
-        ("ec_manager_config", {"encoder_cache_manager_cls": "x.Y"}, "it can load code"),
-        ("compilation_config", '{"backend": "x.y"}', "expected an object, such as {'mode': 0}"),
-        ("mm_encoder_fp8_scale_save_path", "/etc/x", "it reaches beyond the server's root"),
-        ("mm_encoder_fp8_scale_path", "/etc/x", "it reaches beyond the server's root"),
-        ("allowed_local_media_path", "/", "it reaches beyond the server's root"),
-        ("download_dir", "/etc", "'/etc' cannot be set: it reaches beyond the server's root"),
-        ("max_num_seqs", [1, "--trust-remote-code"], "has an item that begins with '-'"),
-        ("data_parallel_size", 2, "2 cannot be set: hone runs one vLLM server per base model"),
-        ("data_parallel_size", 0, "0 cannot be set: hone runs one vLLM server per base model"),
-        ("data_parallel_address", "0.0.0.0", "hone runs one vLLM server per base model"),
-        ("data_parallel_size_local", 2, "hone runs one vLLM server per base model"),
-        ("master_addr", "10.0.0.1", "hone runs one vLLM server per base model"),
-        ("prefill_context_parallel_size", 2, "2 cannot be set: it needs GPUs that hone does not"),
-        ("device_ids", [1], "[1] cannot be set: use inference_gpu_ids"),
-        ("revision", "abc", "'abc' cannot be set: the base model of the registered model is"),
-        ("tokenizer_revision", "abc", "'abc' cannot be set: the base model of the registered"),
-        ("enable_lora", False, "False cannot be set: hone loads the adapters"),
-        ("generation_config", False, "False cannot be set: it would change the log-prob"),
-        ("pipeline_parallel_size", 2, "no step could be published; use tensor_parallel_size"),
-        ("max_loras", 1, "1; hone needs 3 or more"),
-        ("max_logprobs", 5, "5; hone needs 20 or more, which a client may ask for"),
-        ("max_lora_rank", 24, "24; vLLM accepts 8, 16, 32, 64"),
-        ("inference_gpu_ids", ["0"], "is not a list of GPU ids"),
+        ("max_num_sequences", 64),
+        ("logprobs_mode", "raw_logprobs"),
+        ("generation_config", "auto"),
+        ("trust_remote_code", True),
+        ("worker_cls", "x.Y"),
+        ("lora_target_modules", ["q_proj"]),
+        ("speculative_config", {"method": "custom_class"}),
+        ("spec_model", "/drafts"),
+        ("spec_method", "custom_class"),
+        ("ec_manager_config", {"encoder_cache_manager_cls": "x.Y"}),
+        ("compilation_config", '{"backend": "x.y"}'),
+        ("mm_encoder_fp8_scale_save_path", "/etc/x"),
+        ("mm_encoder_fp8_scale_path", "/etc/x"),
+        ("allowed_local_media_path", "/"),
+        ("download_dir", "/etc"),
+        ("max_num_seqs", [1, "--trust-remote-code"]),
+        ("data_parallel_size", 2),
+        ("data_parallel_size", 0),
+        ("data_parallel_address", "0.0.0.0"),
+        ("data_parallel_size_local", 2),
+        ("master_addr", "10.0.0.1"),
+        ("prefill_context_parallel_size", 2),
+        ("device_ids", [1]),
+        ("revision", "abc"),
+        ("tokenizer_revision", "abc"),
+        ("enable_lora", False),
+        ("generation_config", False),
+        ("pipeline_parallel_size", 2),
+        ("max_loras", 1),
+        ("max_logprobs", 5),
+        ("max_lora_rank", 24),
+        ("inference_gpu_ids", ["0"]),
         (
             "inference_gpu_ids",
             [0, 1, 0],
-            "[0, 1, 0] names GPU 0 more than once; name each GPU once",
         ),
-        ("trainer_gpu_ids", [1, 1], "[1, 1] names GPU 1 more than once"),
+        ("trainer_gpu_ids", [1, 1]),
         # hone computes with these, so they are numbers, although vLLM reads some as text.
-        ("max_model_len", "16k", "'16k'; expected a whole number above 0"),
-        ("max_model_len", -1, "-1; expected a whole number above 0"),
-        ("max_cpu_loras", "4", "'4'; expected a whole number above 0"),
-        ("tensor_parallel_size", 1.5, "1.5; expected a whole number above 0"),
-        ("gpu_memory_utilization", "0.9", "'0.9'; expected a number above 0 and up to 1"),
-        ("gpu_memory_utilization", 90, "90; expected a number above 0 and up to 1"),
+        ("max_model_len", "16k"),
+        ("max_model_len", -1),
+        ("max_cpu_loras", "4"),
+        ("tensor_parallel_size", 1.5),
+        ("gpu_memory_utilization", "0.9"),
+        ("gpu_memory_utilization", 90),
     ],
 )
 def test_what_hone_decides_and_what_vllm_does_not_know_is_refused(
-    key: str, value: Any, says: str
+    prose: Prose, key: str, value: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^engine_args\.{key}: ") as refused:
+    with pytest.raises(ConfigError) as refused:
         check_arg(f"engine_args.{key}", key, value, KNOWN)
-    assert says in str(refused.value)
+    prose(refused)
+    assert place_of(refused) == f"engine_args.{key}"
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value"),
     [
-        ("backend", "x.y", "it can load code"),
-        ("inductor_passes", {"a": "x.y"}, "it can load code"),
-        ("inductor_compile_config", {"cpp.cxx": ["/tmp/x"]}, "it can load code"),
-        ("cache_dir", "/etc", "it reaches beyond the server's root"),
-        ("debug_dump_path", "/etc", "it reaches beyond the server's root"),
+        ("backend", "x.y"),
+        ("inductor_passes", {"a": "x.y"}),
+        ("inductor_compile_config", {"cpp.cxx": ["/tmp/x"]}),
+        ("cache_dir", "/etc"),
+        ("debug_dump_path", "/etc"),
     ],
 )
-def test_parts_of_the_compilation_config_are_refused(key: str, value: Any, says: str) -> None:
+def test_parts_of_the_compilation_config_are_refused(prose: Prose, key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         check_arg("compilation_config", "compilation_config", {"mode": 3, key: value}, KNOWN)
-    assert str(refused.value).startswith(
-        f"compilation_config.{key}: {value!r} cannot be set: {says}"
-    )
+    prose(refused)
+    assert place_of(refused) == f"compilation_config.{key}"
 
 
 def options(line: list[str]) -> dict[str, list[str]]:
@@ -215,22 +215,26 @@ def test_supported_versions(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.19.9", "0.33.0", "1.0", "dev"])
-def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(EngineError, match=r"^/python has vLLM .*hone supports 0\.20 to 0\.32"):
+def test_other_versions_are_refused(prose: Prose, version: str) -> None:
+    with pytest.raises(EngineError) as caught:
         check_version(version, where="/python")
+    prose(caught)
 
 
 @pytest.mark.e2e
-def test_an_interpreter_without_vllm(tmp_path: Any) -> None:
+def test_an_interpreter_without_vllm(prose: Prose, tmp_path: Any) -> None:
     import venv
 
     venv.create(tmp_path, symlinks=True)
     python = str(tmp_path / "bin" / "python")
     assert find_vllm(python) is None
-    with pytest.raises(EngineError, match="vLLM is not installed in"):
+    with pytest.raises(EngineError) as caught:
         require_vllm(python)
+    prose(caught)
 
 
-def test_an_interpreter_that_is_none() -> None:
-    with pytest.raises(EngineError, match="--engine-python /nowhere/python: "):
+def test_an_interpreter_that_is_none(prose: Prose) -> None:
+    with pytest.raises(EngineError) as caught:
         find_vllm("/nowhere/python")
+    prose(caught)
+    assert place_of(caught) == "--engine-python /nowhere/python"

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from tests.inference.conftest import write_vllm
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 
 from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.inference.vllm import VllmEngine
@@ -133,7 +134,7 @@ def test_files_of_others_in_the_temporary_directory_are_not_imported(
 
 
 async def test_a_closed_engine_leaves_no_directory(
-    python: str, model: Path, tmp_path: Path
+    prose: Prose, python: str, model: Path, tmp_path: Path
 ) -> None:
     processes: list[VllmProcess] = []
 
@@ -147,8 +148,9 @@ async def test_a_closed_engine_leaves_no_directory(
     directory = tmp_path / "engine"
     engine = VllmEngine.open(str(model), directory=directory, start=noted, **options(python))
     await engine.close()
-    with pytest.raises(EngineError, match="the server closes"):
+    with pytest.raises(EngineError) as caught:
         VllmEngine.open(str(model), directory=directory, start=noted, **options(python))
+    prose(caught)
     left = [path for path in (directory, *(p.socket.parent for p in processes)) if path.exists()]
     assert left == []
 
@@ -212,7 +214,7 @@ def test_only_this_user_reaches_it(python: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("longrope", [{"rope_type": "longrope"}, {"type": "su"}], ids=str)
 def test_a_model_with_longrope_is_served_up_to_its_long_factors(
-    python: str, model: Path, caplog: pytest.LogCaptureFixture, longrope: Any
+    prose: Prose, python: str, model: Path, caplog: pytest.LogCaptureFixture, longrope: Any
 ) -> None:
     """vLLM would use them for every sequence, transformers and the learner for longer ones only."""
     config = json.loads((model / "config.json").read_text())
@@ -228,27 +230,28 @@ def test_a_model_with_longrope_is_served_up_to_its_long_factors(
         assert "sequences of up to 32 tokens" in caplog.text
     finally:
         server.process.stop()
-    with pytest.raises(ConfigError, match=r"max_model_len: 64; .* is served up to 32 tokens"):
+    with pytest.raises(ConfigError) as caught:
         server_of(model, python, max_model_len=64)
+    prose(caught)
 
 
 def test_a_server_that_cannot_answer_says_why(
-    python: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, python: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HONE_TEST_REFUSES", "/v1/completions")
-    with pytest.raises(EngineFailed, match=r"(?s)500.*RuntimeError: unknown head size 8"):
+    with pytest.raises(EngineFailed) as caught:
         server_of(model, python)
+    prose(caught)
 
 
 def test_a_server_that_never_answers_is_stopped(
-    python: str, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HONE_TEST_REFUSES", "/health")
     process = VllmProcess()
-    with pytest.raises(
-        EngineError, match=r"did not answer within 0 s\. The last lines of its log:"
-    ):
+    with pytest.raises(EngineError) as caught:
         process.start(require_vllm(python), ["model"], start_s=0)
+    prose(caught)
     assert process.pid is not None and all_end(members(process.pid))
 
 
@@ -271,7 +274,7 @@ def test_a_server_that_two_threads_stop_closes_its_pipe_once(
 
 
 def test_a_server_that_failed_for_memory_says_what_to_do(
-    python: str, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM answers /wake_up with status 500 and no reason; the reason is in its log."""
     cause = "ERROR 11-16 [core.py:9] RuntimeError: CUDA Error: out of memory"
@@ -281,19 +284,17 @@ def test_a_server_that_failed_for_memory_says_what_to_do(
             time.sleep(0.01)
         client = VllmClient(process, None)
         client.fail("vLLM did not wake: Internal Server Error")
-        assert str(client.failure) == (
-            "CUDA out of memory. Reduce max_seq_length to 64.\n"
-            "vLLM did not wake: Internal Server Error"
-        )
+        prose(str(client.failure))
 
 
-def test_workers_die_with_their_server(python: str) -> None:
+def test_workers_die_with_their_server(prose: Prose, python: str) -> None:
     with running(python) as process:
         assert process.pid is not None
         group = members(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(PATIENCE_S) and all_end(group) and len(group) == 2
-        assert "exit status -9" in str(process.failure) and READY in str(process.failure)
+        assert READY in str(process.failure)
+        prose(str(process.failure))
 
 
 OWNER = """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.prose import Prose
 from torch import Tensor
 
 from hone.errors import Cancelled, ConfigError, NonFinite
@@ -254,9 +255,9 @@ def test_gradients_are_clipped_by_the_global_norm(learner: Learner, groups):
     assert gradient(learner).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize(("loss", "what"), [("cispo", "the loss"), ("grpo", "the gradient's norm")])
+@pytest.mark.parametrize("loss", ["cispo", "grpo"])
 def test_a_non_finite_job_changes_nothing(
-    learner: Learner, groups, make_group, loss: str, what: str
+    prose: Prose, learner: Learner, groups, make_group, loss: str
 ):
     huge = make_group([1, 2, 3], [[4, 5], [6, 7]], [1.7e308, 0.0])
     learner.train(groups, TrainConfig(learning_rate=1e-2))  # so that there are moments to lose
@@ -265,23 +266,28 @@ def test_a_non_finite_job_changes_nothing(
         loss=loss, learning_rate=1e-2,  # pyright: ignore[reportArgumentType]
         scale_rewards=False, groups_per_optimizer_step=1, importance_cap=None
     )  # fmt: skip
-    with pytest.raises(NonFinite, match=f"optimizer step 2, micro-batch 0: {what} is"):
+    with pytest.raises(NonFinite) as caught:
         learner.train([*groups[:2], huge], config)
-    with pytest.raises(NonFinite, match="optimizer step 0, micro-batch 0: the adapter's norm is"):
+    prose(caught)
+    with pytest.raises(NonFinite) as caught:
         learner.train(groups[:1], TrainConfig(learning_rate=1e39))
+    prose(caught)
     assert all(torch.equal(a, b) for a, b in zip(before, copies(learner), strict=True))
 
 
-def test_cancelling_takes_effect_before_the_next_row_and_changes_nothing(learner: Learner, groups):
+def test_cancelling_takes_effect_before_the_next_row_and_changes_nothing(
+    prose: Prose, learner: Learner, groups
+):
     before = copies(learner)
     seen: list[JobProgress] = []
-    with pytest.raises(Cancelled, match="optimizer step 1, micro-batch 0"):
+    with pytest.raises(Cancelled) as caught:
         learner.train(
             groups,
             TrainConfig(learning_rate=1e-2, groups_per_optimizer_step=1),
             on_progress=seen.append,
             should_stop=lambda: bool(seen) and (seen[-1].phase, seen[-1].step) == ("train", 0),
         )
+    prose(caught)
     assert all(torch.equal(a, b) for a, b in zip(before, copies(learner), strict=True))
 
 
@@ -304,10 +310,13 @@ def test_save_load_save_is_byte_equal_and_training_goes_on_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(copies(straight), copies(resumed), strict=True))
 
 
-def test_an_adapter_without_its_optimizer_is_no_continuation(learner: Learner, tmp_path: Path):
+def test_an_adapter_without_its_optimizer_is_no_continuation(
+    prose: Prose, learner: Learner, tmp_path: Path
+):
     learner.lora.save(tmp_path, base_model="tiny")
-    with pytest.raises(ConfigError, match="optimizer=False"):
+    with pytest.raises(ConfigError) as caught:
         learner.load(tmp_path)
+    prose(caught)
     learner.load(tmp_path, optimizer=False)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.prose import Prose, place_of
 from torch import Tensor
 
 from hone.errors import ConfigError
@@ -107,23 +108,29 @@ def test_a_snapshot_brings_everything_back():
     assert not optimizer.grads
 
 
-def test_a_state_of_another_adapter_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no optimizer state"):
+def test_a_state_of_another_adapter_is_refused(prose: Prose, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
         AdamW(leaves()).load(tmp_path)
+    prose(caught)
     AdamW(leaves()[:1]).save(tmp_path)
-    with pytest.raises(ConfigError, match=r"3 tensors do not fit this adapter.*'b/exp_avg'"):
+    with pytest.raises(ConfigError) as caught:
         AdamW(leaves()).load(tmp_path)
+    prose(caught)
 
 
-def test_a_state_that_is_damaged_or_not_finite_is_refused_by_name(tmp_path: Path):
+def test_a_state_that_is_damaged_or_not_finite_is_refused_by_name(prose: Prose, tmp_path: Path):
     parameters = [("a", torch.ones(3, requires_grad=True))]
     optimizer = AdamW(parameters)
     optimizer.save(tmp_path)
     file = tmp_path / "optimizer.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(ConfigError, match=r"optimizer\.safetensors: not a whole safetensors file"):
+    with pytest.raises(ConfigError) as caught:
         optimizer.load(tmp_path)
+    prose(caught)
+    assert place_of(caught).endswith("optimizer.safetensors")
     file.write_bytes(whole[:-4] + b"\x00\x00\xc0\x7f")  # a NaN in float32
-    with pytest.raises(ConfigError, match=r"optimizer\.safetensors: the tensor '.*' holds NaN"):
+    with pytest.raises(ConfigError) as caught:
         optimizer.load(tmp_path)
+    prose(caught)
+    assert place_of(caught).endswith("optimizer.safetensors")

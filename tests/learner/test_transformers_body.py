@@ -1,7 +1,6 @@
 """The transformers body in a learner: the decoder's results, files and hashes; what it refuses."""
 
 import json
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ import torch
 import transformers
 from tests.learner.families import FAMILIES, SIZES, VOCAB, Family, write_factors
 from tests.learner.test_families import compared, gradients, random_lora, samples
+from tests.prose import Prose
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hone.errors import ConfigError, ModelUnsupported
@@ -125,7 +125,7 @@ def test_which_body_is_loaded(
     assert body.head.scale == pytest.approx(1 / 1.7)
 
 
-def test_some_linear_layers_only(groups: list[TrajectoryGroup], tmp_path: Path):
+def test_some_linear_layers_only(prose: Prose, groups: list[TrajectoryGroup], tmp_path: Path):
     model = BY_NAME["Granite"].model()
     raw = model.config.to_dict()
     body = TransformersBody(model, raw=raw)
@@ -141,31 +141,32 @@ def test_some_linear_layers_only(groups: list[TrajectoryGroup], tmp_path: Path):
     assert other.lora.sha256 == learner.lora.sha256
     again = [one.train(groups, CONFIG).sha256 for one in (learner, other)]
     assert again[0] == again[1] != result.sha256
-    with pytest.raises(
-        ConfigError, match=r"no linear layer called 'w1'. It has: down_proj, gate_proj"
-    ):
+    with pytest.raises(ConfigError) as caught:
         restricted(body.layout, ["w1"])
+    prose(caught)
 
 
 def test_the_decoder_trains_all_linear_layers_or_none(
-    tiny_llama_dir: Path, groups: list[TrajectoryGroup], tmp_path: Path
+    prose: Prose, tiny_llama_dir: Path, groups: list[TrajectoryGroup], tmp_path: Path
 ):
     body = TransformersBody.load(tiny_llama_dir)
     part = Lora.init(restricted(body.layout, ["q_proj"]), rank=4)
     Learner(body, part, base_model="tiny").save(tmp_path)
     own = learner_of(DecoderBody(Decoder.load(tiny_llama_dir)))
-    with pytest.raises(ConfigError, match="on a CPU hone trains all linear layers"):
+    with pytest.raises(ConfigError) as caught:
         own.load(tmp_path)
+    prose(caught)
 
 
-def test_a_head_that_is_not_understood_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_head_that_is_not_understood_is_refused(prose: Prose, monkeypatch: pytest.MonkeyPatch):
     model = BY_NAME["Granite"].model()
     raw = model.config.to_dict()
     monkeypatch.setattr(
         model.lm_head, "forward", lambda hidden: hidden @ model.lm_head.weight.t() + 3
     )
-    with pytest.raises(ModelUnsupported, match="its logits are not those of its head"):
+    with pytest.raises(ModelUnsupported) as caught:
         TransformersBody(model, raw=raw)
+    prose(caught)
 
 
 def model_of(name: str, **sizes: Any) -> Any:
@@ -175,16 +176,17 @@ def model_of(name: str, **sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    "name",
     [
-        ("Doge", "it cannot be run with hone's attention (AttributeError("),  # of its masks
-        ("GPT2", "it has no linear layers, so no adapter can cover them"),
+        "Doge",  # of its masks
+        "GPT2",
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(name: str, why: str):
+def test_a_model_that_cannot_be_trained_is_refused(prose: Prose, name: str):
     model = model_of(name, **SIZES)
-    with pytest.raises(ModelUnsupported, match=rf"{re.escape(why)}.* Choose another model"):
+    with pytest.raises(ModelUnsupported) as caught:
         TransformersBody(model, raw=model.config.to_dict())
+    prose(caught)
 
 
 def test_a_model_that_takes_attention_for_contiguous_is_trained():

@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from tests.prose import Prose
 
 from hone.errors import ServerError
 from hone.models import cache
@@ -117,9 +118,12 @@ def test_a_damaged_conversion_is_made_again(tmp_path, make_gguf):
     assert json.loads((path / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
 
-def test_a_home_that_cannot_be_written_says_what_to_do(tmp_path, make_gguf, monkeypatch):
+def test_a_home_that_cannot_be_written_says_what_to_do(
+    prose: Prose, tmp_path, make_gguf, monkeypatch
+):
     make_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HONE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ServerError, match="set HONE_HOME to another directory"):
+    with pytest.raises(ServerError) as caught:
         cache.converted(tmp_path / "tiny.gguf", "tiny")
+    prose(caught)

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -335,58 +336,58 @@ def test_a_field_that_is_left_out_means_what_it_means_to_transformers(config: ty
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    "change",
     [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-        ({"attention_multiplier": 0.1}, "attention_multiplier is 0.1"),
-        ({"use_rope": False}, "use_rope is False"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"rope_interleaved": True}, "rope_interleaved is True"),
-        ({"sliding_window": 128}, "sliding_window is 128, which models of type 'llama'"),
-        ({"layer_types": ["sliding_attention"] * 5}, "use the same attention in every layer"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope'"),
-        ({"rope_parameters": {"mrope_section": [1]}}, "rope_parameters.mrope_section"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True"),
-        (
-            {"model_type": "qwen3", "layer_types": ["linear_attention"] * 5},
-            r"\['linear_attention'\] unknown",
-        ),
-        ({"model_type": "mamba"}, "'mamba' is not among those hone runs"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        {"final_logit_softcapping": 30.0},
+        {"attention_multiplier": 0.1},
+        {"use_rope": False},
+        {"partial_rotary_factor": 0.5},
+        {"rope_interleaved": True},
+        {"sliding_window": 128},
+        {"layer_types": ["sliding_attention"] * 5},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1]}},
+        {"rope_parameters": {"mrope_section": [1]}},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        {"model_type": "mistral", "attention_bias": True},
+        {"model_type": "qwen3", "layer_types": ["linear_attention"] * 5},
+        {"model_type": "mamba"},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"bits": 4}},
     ],
 )
-def test_what_the_decoder_cannot_compute_is_refused(change: dict, says: str):
+def test_what_the_decoder_cannot_compute_is_refused(prose: Prose, change: dict):
     raw = LlamaConfig(**SIZES).to_dict() | change
-    with pytest.raises(ModelUnsupported, match=says):
+    with pytest.raises(ModelUnsupported) as caught:
         DecoderConfig.parse(raw, where="config.json")
+    prose(caught)
 
 
 def _stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
 
 
-def test_tensors_that_the_decoder_does_not_use_are_refused(tmp_path: Path):
+def test_tensors_that_the_decoder_does_not_use_are_refused(prose: Prose, tmp_path: Path):
     tensors = _stored(random_model(CONFIGS["mistral"], tmp_path))
     file, last = tmp_path / "model.safetensors", "model.layers.4.self_attn"
     save_file(tensors | {f"{last}.rotary_emb.inv_freq": torch.ones(8)}, file)
     Decoder.load(tmp_path)  # a table that old checkpoints hold and nobody reads
     save_file(tensors | {f"{last}.q_proj.bias": torch.ones(64)}, file)
-    with pytest.raises(ModelUnsupported, match=r"1 tensors .*'mistral'.*4.self_attn.q_proj.bias"):
+    with pytest.raises(ModelUnsupported) as caught:
         Decoder.load(tmp_path)
+    prose(caught)
 
 
-def test_a_bias_that_the_configuration_asks_for_must_be_there(tmp_path: Path):
+def test_a_bias_that_the_configuration_asks_for_must_be_there(prose: Prose, tmp_path: Path):
     tensors = _stored(random_model(CONFIGS["llama with biases"], tmp_path))
     del tensors["model.layers.0.self_attn.o_proj.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelUnsupported, match=r"no tensor 'model.layers.0.self_attn.o_proj.bias'"):
+    with pytest.raises(ModelUnsupported) as caught:
         Decoder.load(tmp_path)
+    prose(caught)
 
 
-def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path):
+def test_a_tied_head_may_be_stored_twice_but_not_differ(prose: Prose, tmp_path: Path):
     model = random_model(CONFIGS["smollm3, layers without rope"], tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw.pop("tie_word_embeddings", None)  # as in SmolLM3's own file: tied is this family's default
@@ -404,8 +405,9 @@ def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path):
             ours = logits(Decoder.load(tmp_path), ids)
             torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=0)
     save_file(tensors | {"lm_head.weight": torch.ones(300, 64)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelUnsupported, match="ties the head to the embedding"):
+    with pytest.raises(ModelUnsupported) as caught:
         Decoder.load(tmp_path)
+    prose(caught)
 
 
 def test_a_second_copy_of_the_weights_is_not_loaded(tmp_path: Path):
@@ -435,7 +437,7 @@ def test_a_second_copy_of_the_weights_is_not_loaded(tmp_path: Path):
     ],
 )
 def test_an_adapter_that_is_more_than_plain_lora_is_refused(
-    tiny_llama_dir: Path, tmp_path: Path, field: str, value: object
+    prose: Prose, tiny_llama_dir: Path, tmp_path: Path, field: str, value: object
 ):
     config = DecoderConfig.read(tiny_llama_dir)
     Lora.init(config).save(tmp_path, base_model="tiny")
@@ -444,16 +446,18 @@ def test_an_adapter_that_is_more_than_plain_lora_is_refused(
     file.write_text(json.dumps(LoraConfig(r=8, lora_alpha=16).to_dict() | settings, default=list))
     Lora.load(tmp_path, config)  # all that PEFT writes by default
     file.write_text(json.dumps(settings | {field: value}))
-    with pytest.raises(ConfigError, match=f"{field} is .*plain LoRA only"):
+    with pytest.raises(ConfigError) as caught:
         Lora.load(tmp_path, config)
+    prose(caught)
 
 
-def test_an_adapter_of_another_model_is_refused(tiny_llama_dir: Path, tmp_path: Path):
+def test_an_adapter_of_another_model_is_refused(prose: Prose, tiny_llama_dir: Path, tmp_path: Path):
     Lora.init(DecoderConfig.parse(LlamaConfig(**SIZES).to_dict(), where="x")).save(
         tmp_path, base_model="other"
     )
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError) as caught:
         Lora.load(tmp_path, DecoderConfig.read(tiny_llama_dir))
+    prose(caught)
 
 
 def test_processes_share_the_pages_of_a_large_model(

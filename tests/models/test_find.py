@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.prose import Prose
 
 from hone.errors import ModelNotFound
 from hone.models.files import load_tokenizer
@@ -30,10 +31,11 @@ def test_a_directory_is_taken_as_it_is(tmp_path, make_directory, monkeypatch):
     assert files.template is not None and "<|im_start|>" in files.template
 
 
-def test_the_home_of_nobody_is_a_name_like_any_other():
+def test_the_home_of_nobody_is_a_name_like_any_other(prose: Prose):
     assert canonical("~nobody-at-all/tiny") == "~nobody-at-all/tiny"
-    with pytest.raises(ModelNotFound, match="~nobody-at-all/tiny"):
+    with pytest.raises(ModelNotFound) as caught:
         find("~nobody-at-all/tiny", download=False)
+    prose(caught)
 
 
 def test_fingerprints_are_of_the_bytes(tmp_path, make_directory):
@@ -86,45 +88,50 @@ def test_a_gguf_is_converted(tmp_path, make_gguf, own_home, pointed_at):
     assert find(str(files.path)).note == "from tiny.gguf"
 
 
-def test_several_ggufs_are_not_chosen_between(tmp_path, make_gguf):
+def test_several_ggufs_are_not_chosen_between(prose: Prose, tmp_path, make_gguf):
     make_gguf(tmp_path / "a.gguf")
     make_gguf(tmp_path / "b.gguf")
-    with pytest.raises(ModelNotFound, match=r"2 GGUF files: a\.gguf, b\.gguf\.\nName one"):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path))
+    prose(caught)
 
 
 @pytest.mark.parametrize(
-    ("removed", "message"),
+    "removed",
     [
-        ("config.json", "config.json is missing"),
-        ("model.safetensors", r"the weights are missing \(\*\.safetensors\)"),
-        ("tokenizer.json", "tokenizer.json is missing"),
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
     ],
 )
-def test_a_directory_names_the_file_it_lacks(tmp_path, make_directory, removed, message):
+def test_a_directory_names_the_file_it_lacks(prose: Prose, tmp_path, make_directory, removed):
     make_directory(tmp_path / "tiny")
     (tmp_path / "tiny" / removed).unlink()
-    with pytest.raises(ModelNotFound, match=f"tiny: {message}"):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path / "tiny"))
+    prose(caught)
 
 
-def test_an_absent_shard_is_named(tmp_path, make_directory):
+def test_an_absent_shard_is_named(prose: Prose, tmp_path, make_directory):
     make_directory(tmp_path / "tiny")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "tiny" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelNotFound, match=r"model-00002-of-00002\.safetensors is missing"):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path / "tiny"))
+    prose(caught)
 
 
-def test_pickled_weights_and_adapters_are_told_apart(tmp_path, make_directory):
+def test_pickled_weights_and_adapters_are_told_apart(prose: Prose, tmp_path, make_directory):
     make_directory(tmp_path / "tiny")
     (tmp_path / "tiny" / "model.safetensors").rename(tmp_path / "tiny" / "pytorch_model.bin")
-    with pytest.raises(ModelNotFound, match="does not read pickled"):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path / "tiny"))
+    prose(caught)
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match="holds an adapter"):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path / "lora"))
+    prose(caught)
 
 
 def _cached(make_directory: Callable[[Path], None], hub: Path, name: str) -> Path:
@@ -155,11 +162,12 @@ def test_hf_home_is_honoured_and_nothing_heavy_is_imported(tmp_path, make_direct
     assert done.stdout.splitlines() == [str(snapshot), "[]"]
 
 
-def test_a_partial_cache_names_what_is_missing(tmp_path, make_directory):
+def test_a_partial_cache_names_what_is_missing(prose: Prose, tmp_path, make_directory):
     snapshot = _cached(make_directory, tmp_path / "hf-home" / "hub", "org/tiny")
     (snapshot / "tokenizer.json").unlink()
-    with pytest.raises(ModelNotFound, match=r"hub cache .*: tokenizer\.json is missing; hub"):
+    with pytest.raises(ModelNotFound) as caught:
         find("org/tiny")
+    prose(caught)
 
 
 def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
@@ -178,22 +186,21 @@ def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
     assert "hone models list" in todo
 
 
-def test_a_file_that_is_no_model_is_not_called_missing(tmp_path):
+def test_a_file_that_is_no_model_is_not_called_missing(prose: Prose, tmp_path):
     (tmp_path / "model.bin").touch()
-    with pytest.raises(
-        ModelNotFound, match=r"model\.bin: is a file, but not a \.gguf file; wheels"
-    ):
+    with pytest.raises(ModelNotFound) as caught:
         find(str(tmp_path / "model.bin"))
+    prose(caught)
 
 
-def test_a_name_no_hub_could_have_and_download_off(tmp_path, monkeypatch):
+def test_a_name_no_hub_could_have_and_download_off(prose: Prose, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFound, match="not a name it could have"):
+    with pytest.raises(ModelNotFound) as refused:
         find("what/is/this")
-    with pytest.raises(ModelNotFound, match=r"not asked \(download is off\)") as caught:
+    prose(refused)
+    with pytest.raises(ModelNotFound) as caught:
         find("Qwen/Qwen3-0.6B", download=False)
-    assert "'Qwen/Qwen3-0.6B' is not on this machine" in str(caught.value)
-    assert "hone models pull Qwen/Qwen3-0.6B" in str(caught.value)
+    prose(caught)
 
 
 def test_a_directory_that_is_no_model_does_not_hide_the_name(tmp_path, make_directory, monkeypatch):

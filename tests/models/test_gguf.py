@@ -8,6 +8,7 @@ import gguf as gguf_library
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.prose import Prose
 
 from hone.errors import ModelUnsupported
 from hone.models import gguf
@@ -115,35 +116,35 @@ def test_weights_beyond_a_shard_get_an_index(tmp_path, make_gguf, monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed",
     [
-        ({"arch": "gemma2"}, "general.architecture is 'gemma2'; hone converts llama, qwen2, qwen3"),
-        ({"pre": "tekken"}, "pre-tokenizer 'tekken'; hone rebuilds 'gpt2' with 'gpt-2'"),
-        ({"kind": "llama"}, "its tokenizer is 'llama'"),
-        ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}}, "rope scaling"),
-        ({"tensors": {"mystery.weight": np.ones(4, np.float32)}}, "the tensor mystery.weight"),
-        (
-            {"tensors": {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}},
-            "the tensor blk.0.attn_q.bias has no place",
-        ),
+        {"arch": "gemma2"},
+        {"pre": "tekken"},
+        {"kind": "llama"},
+        {"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},
+        {"tensors": {"mystery.weight": np.ones(4, np.float32)}},
+        {"tensors": {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}},
     ],
 )
-def test_what_is_not_understood_is_refused(tmp_path, make_gguf, changed, message):
-    with pytest.raises(ModelUnsupported, match=message):
+def test_what_is_not_understood_is_refused(prose: Prose, tmp_path, make_gguf, changed):
+    with pytest.raises(ModelUnsupported) as caught:
         _converted(tmp_path, make_gguf, **changed)
+    prose(caught)
 
 
-def test_a_file_that_is_no_gguf_says_so(tmp_path):
+def test_a_file_that_is_no_gguf_says_so(prose: Prose, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"not a gguf" * 100)
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelUnsupported, match="not a whole GGUF file"):
+    with pytest.raises(ModelUnsupported) as caught:
         gguf.convert(tmp_path / "bad.gguf", tmp_path / "out")
+    prose(caught)
 
 
-def test_a_cut_off_file_says_so(tmp_path, make_gguf):
+def test_a_cut_off_file_says_so(prose: Prose, tmp_path, make_gguf):
     make_gguf(tmp_path / "tiny.gguf")
     whole = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelUnsupported, match="not a whole GGUF file"):
+    with pytest.raises(ModelUnsupported) as caught:
         gguf.convert(tmp_path / "cut.gguf", tmp_path / "out")
+    prose(caught)

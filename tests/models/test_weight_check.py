@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tests.prose import Prose, place_of
 
 from hone.errors import HoneError, ModelUnsupported
 from hone.models.architecture import DecoderConfig
@@ -38,7 +39,9 @@ NOT_FINITE = {
 
 
 @pytest.mark.parametrize("dtype", NOT_FINITE, ids=str)
-def test_a_value_that_is_not_finite_is_found_in_every_type(dtype: torch.dtype, tmp_path: Path):
+def test_a_value_that_is_not_finite_is_found_in_every_type(
+    prose: Prose, dtype: torch.dtype, tmp_path: Path
+):
     file = tmp_path / "w.safetensors"
     # All bit patterns of one byte, or the largest and smallest values: finite ones pass.
     if dtype.itemsize == 1:
@@ -53,11 +56,14 @@ def test_a_value_that_is_not_finite_is_found_in_every_type(dtype: torch.dtype, t
         wrong = finite.clone()
         wrong[len(wrong) // 2] = torch.tensor(value).to(dtype)
         save_file({"a": finite, "b": wrong}, file)
-        with pytest.raises(ModelUnsupported, match=r"w\.safetensors: the tensor 'b' holds NaN or"):
+        with pytest.raises(ModelUnsupported) as caught:
             check_finite(file)
+        prose(caught)
+        assert place_of(caught).endswith("w.safetensors")
 
 
 def test_the_last_value_of_a_large_tensor_is_read_and_the_hash_is_that_of_the_bytes(
+    prose: Prose,
     tmp_path: Path,
 ):
     file = tmp_path / "w.safetensors"
@@ -66,8 +72,9 @@ def test_the_last_value_of_a_large_tensor_is_read_and_the_hash_is_that_of_the_by
     assert sha256_of_finite([file, file]) == hashlib.sha256(file.read_bytes() * 2).hexdigest()
     large[-1] = float("nan")
     save_file({"n": torch.arange(5), "large": large}, file)
-    with pytest.raises(ModelUnsupported, match="the tensor 'large'"):
+    with pytest.raises(ModelUnsupported) as caught:
         sha256_of_finite([file])
+    prose(caught)
 
 
 def test_a_file_without_tensors_is_whole(tmp_path: Path):
@@ -163,38 +170,43 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_an_adapter_that_is_not_finite_or_not_whole_is_refused(adapter: Path):
+def test_an_adapter_that_is_not_finite_or_not_whole_is_refused(prose: Prose, adapter: Path):
     file = adapter / "adapter_model.safetensors"
     whole = file.read_bytes()
     assert Lora.load(adapter, LAYOUT).rank == 2
     value = np.frombuffer(whole, np.float32, 1, len(whole) - 4).copy()
     value[:] = np.inf
     file.write_bytes(whole[:-4] + value.tobytes())
-    with pytest.raises(
-        ModelUnsupported, match=r"adapter_model\.safetensors: the tensor 'base_model"
-    ):
+    with pytest.raises(ModelUnsupported) as caught:
         Lora.load(adapter, LAYOUT)
+    prose(caught)
+    assert place_of(caught).endswith("adapter_model.safetensors")
     for content in (b"", whole[:-1], whole[:20], b"\xff" * 40):
         file.write_bytes(content)
-        with pytest.raises(ModelUnsupported, match=r"adapter_model\.safetensors: not a whole"):
+        with pytest.raises(ModelUnsupported) as caught:
             Lora.load(adapter, LAYOUT)
+        prose(caught)
+        assert place_of(caught).endswith("adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
     "content", ["{", "[]", "{}", '{"r": "two", "lora_alpha": 4}', '{"r": 2, "lora_alpha": []}']
 )
-def test_the_settings_of_an_adapter_are_checked(adapter: Path, content: str):
+def test_the_settings_of_an_adapter_are_checked(prose: Prose, adapter: Path, content: str):
     (adapter / "adapter_config.json").write_text(content)
-    with pytest.raises(HoneError, match=r"adapter_config\.json: "):
+    with pytest.raises(HoneError) as caught:
         Lora.load(adapter, LAYOUT)
+    prose(caught)
+    assert place_of(caught).endswith("adapter_config.json")
 
 
-def test_half_precision_adapters_are_checked_too(adapter: Path):
+def test_half_precision_adapters_are_checked_too(prose: Prose, adapter: Path):
     file = adapter / "adapter_model.safetensors"
     tensors = {t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in read_header(file)}
     save_file(tensors, file)
     assert Lora.load(adapter, LAYOUT).rank == 2
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(ModelUnsupported, match="holds NaN or infinite"):
+    with pytest.raises(ModelUnsupported) as caught:
         Lora.load(adapter, LAYOUT)
+    prose(caught)

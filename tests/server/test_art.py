@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import art_model
@@ -516,7 +517,7 @@ def test_another_adapter_under_the_same_name_is_a_conflict(idle: ArtServer) -> N
     assert "rank 8" in got.json()["detail"]
 
 
-def test_each_project_has_models_of_its_own_names(art: ArtServer) -> None:
+def test_each_project_has_models_of_its_own_names(prose: Prose, art: ArtServer) -> None:
     """Clients ask for a model by its name alone, at the address that they were given."""
     names = ("agent", "my agent/v2")
     for project in ("proof", "board games/2048"):
@@ -540,7 +541,7 @@ def test_each_project_has_models_of_its_own_names(art: ArtServer) -> None:
         assert "agent" in listed and "agent@0" in listed
     got = art.post("/v1/chat/completions", {"model": "agent", "messages": ASKED})
     assert got.status_code == 409, "without a project it is either one's"
-    assert "say 'board-games-2048-" in got.json()["error"]["message"]
+    prose(got.json()["error"]["message"])
     assert got.json()["error"]["code"] == "model_ambiguous"
     assert got.headers["x-should-retry"] == "false", "or its client repeats the request"
 

@@ -1,7 +1,6 @@
 """Who may call: keys, trusted networks, and what a web page on the same machine may not do."""
 
 import os
-import re
 import socket
 import stat
 from ipaddress import ip_network
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.prose import Prose
 
 from hone.errors import ConfigError, Forbidden, Unauthorized
 from hone.server.auth import (
@@ -79,10 +79,8 @@ def test_a_trusted_network_reaches_the_control_plane_only():
     assert not passes({"host": "10.1.0.1"}, client="not an address", **trusted)
 
 
-def test_the_refusal_names_the_flag_and_the_tunnel():
-    with pytest.raises(
-        Unauthorized, match=r"HONE_API_KEY.*--trust-network CIDR.*ssh -L 7623:127.0.0.1:7623"
-    ):
+def test_the_refusal_names_the_flag_and_the_tunnel(prose: Prose):
+    with pytest.raises(Unauthorized) as caught:
         check(
             Settings(api_key="k"),
             "/register",
@@ -90,6 +88,7 @@ def test_the_refusal_names_the_flag_and_the_tunnel():
             caller("10.0.0.1"),
             control=True,
         )
+    prose(caught)
 
 
 OWN = caller("127.0.0.1", os.geteuid())
@@ -120,15 +119,16 @@ def test_with_a_key_names_that_are_not_ours_are_refused_too():
     ],
 )
 def test_an_advertised_address_that_cannot_work_is_refused(
-    options: dict[str, Any], message: str | None
+    prose: Prose, options: dict[str, Any], message: str | None
 ):
     settings = Settings(advertise_url="http://gpu1:8000/v1/", **options)
     assert settings.advertise_url == "http://gpu1:8000"
     if message is None:
         check_advertised(settings)
         return
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError) as caught:
         check_advertised(settings)
+    prose(caught)
 
 
 def test_a_page_from_elsewhere_is_refused_with_a_key_too():
@@ -252,13 +252,14 @@ PROXY_HEADERS = [
 
 
 @pytest.mark.parametrize("header", PROXY_HEADERS)
-def test_a_forwarded_request_never_reaches_a_server_without_a_key(header: str):
+def test_a_forwarded_request_never_reaches_a_server_without_a_key(prose: Prose, header: str):
     forwarded = {**LOCAL, header: "10.0.0.9"}
     assert not passes(forwarded)
     assert not passes(forwarded, forwarded_allow_ips=(ip_network("127.0.0.1"),))
     assert passes({**forwarded, **KEY}, api_key="k")
-    with pytest.raises(Forbidden, match="--api-key"):
+    with pytest.raises(Forbidden) as caught:
         check(Settings(), "/health", forwarded, OWN, control=True)
+    prose(caught)
 
 
 def test_a_proxy_inside_a_trusted_network_does_not_lend_its_trust():
@@ -341,14 +342,13 @@ def test_with_proxies_a_client_that_is_none_is_known_by_its_own_address():
         assert not by_proxy({header: "10.1.2.3"}, client="10.1.2.3", address="10.1.2.3"), header
 
 
-def test_a_trusted_network_of_proxies_is_refused_at_the_start():
+def test_a_trusted_network_of_proxies_is_refused_at_the_start(prose: Prose):
     loopback = (ip_network("127.0.0.1/32"),)
-    with pytest.raises(
-        ConfigError, match=r"--trust-network 127.0.0.1/32: --forwarded-allow-ips 127"
-    ):
+    with pytest.raises(ConfigError) as caught:
         check_networks(
             Settings(trust_network=loopback, forwarded_allow_ips=(ip_network("127.0.0.0/8"),))
         )
+    prose(caught)
     check_networks(Settings(**PROXIES))
     check_networks(
         Settings(

@@ -12,6 +12,7 @@ import yaml
 from fastapi import FastAPI, Request
 from openai import AsyncOpenAI, OpenAI
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server
 from tests.workflow.rollouts import ASK, ran, why
 
@@ -115,21 +116,15 @@ async def test_a_pause_is_not_the_agents_time(pause: Pause, stream: bool):
     assert call.seconds >= call.held_s == recorded.held_s > 0
 
 
-async def test_who_takes_too_long_besides_the_pause_has_timed_out(pause: Pause):
+async def test_who_takes_too_long_besides_the_pause_has_timed_out(prose: Prose, pause: Pause):
     async with pause() as paused:
         llm, agent = agent_of(paused, asyncio.Event().wait)
         result = await ran(agent, timeout_s=TIMEOUT_S, held_s=paused.held_s)
         await llm.close()
     assert why(result) == ("policy", "timeout") and paused.questions > 1
     (call,) = result.calls
-    assert (
-        result.failure is not None
-        and (
-            f"within {TIMEOUT_S:g} s (and {call.held_s:.3g} s in which the server held its calls); it "
-            "had sent 1 calls, of which 1 were answered"
-        )
-        in result.failure.failure.message
-    )
+    assert result.failure is not None
+    prose(result.failure.failure.message, held_s=f"{call.held_s:.3g}")
 
 
 async def test_without_the_question_the_pause_would_be_the_agents(pause: Pause):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.inference.conftest import write_vllm
 from tests.inference.test_vllm_client import Standin, served
+from tests.prose import Prose, place_of
 from tests.server.small_server import SmallServer
 from tests.server.small_server import spec as small_spec
 
@@ -92,11 +93,14 @@ def test_vllm_without_a_gpu_is_served_where_it_is_asked_for(state: State, python
     assert (url.is_vllm, url.describe()) == (True, "vLLM at http://10.0.0.1:8000")
 
 
-def test_a_version_that_was_never_tried_is_refused(state: State, python: Path) -> None:
+def test_a_version_that_was_never_tried_is_refused(
+    prose: Prose, state: State, python: Path
+) -> None:
     metadata = python.parent / "packages" / "vllm-0.30.1.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0\n")
-    with pytest.raises(EngineError, match=r"has vLLM 0\.40\.0; hone supports 0\.20 to 0\.32"):
+    with pytest.raises(EngineError) as caught:
         choice(state, engine="vllm", engine_python=python).describe()
+    prose(caught)
 
 
 def test_engine_args_are_kept_for_vllm_and_named_for_the_embedded_engine(
@@ -134,30 +138,24 @@ def test_engine_args_that_cannot_be_honoured_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    "args",
     [
-        (
-            {"quantization": "fp8"},
-            "'fp8' is not in this version; leave it out. vLLM and the learner",
-        ),
-        ({"quantization_config": {"bits": 4}}, "{'bits': 4} is not in this version"),
-        (
-            {"load_format": "bitsandbytes"},
-            "'bitsandbytes' is not in this version; leave it out or ",
-        ),
-        ({"load_format": "dummy"}, "'dummy' is not in this version; leave it out or send 'auto'. "),
-        ({"hf_overrides": {"quantization_config": {}}}, "{'quantization_config': {}} is not in "),
+        {"quantization": "fp8"},
+        {"quantization_config": {"bits": 4}},
+        {"load_format": "bitsandbytes"},
+        {"load_format": "dummy"},
+        {"hf_overrides": {"quantization_config": {}}},
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "embedded", "url"])
 def test_the_engine_serves_the_weights_that_the_learner_trains(
-    state: State, python: Path, engine: str, args: dict[str, Any], says: str
+    prose: Prose, state: State, python: Path, engine: str, args: dict[str, Any]
 ) -> None:
     url = {"engine_url": "http://10.0.0.1:8000"}
     settings = url if engine == "url" else {"engine": engine, "engine_python": python}
     with pytest.raises(ConfigError) as refused:
         checked_spec(spec(engine_args=args), choice(state, **settings).check_arg())
-    assert str(refused.value).startswith(f"engine_args.{next(iter(args))}: {says}")
+    prose(refused)
 
 
 def test_other_formats_of_the_same_weights_reach_vllm(state: State, python: Path) -> None:
@@ -185,6 +183,7 @@ def test_other_formats_of_the_same_weights_reach_vllm(state: State, python: Path
     ],
 )
 def test_vllm_computes_in_the_dtype_of_the_learner(
+    prose: Prose,
     state: State,
     python: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,8 +200,8 @@ def test_vllm_computes_in_the_dtype_of_the_learner(
         return
     with pytest.raises(ConfigError) as refused:
         checked_spec(sent, check_arg)
-    assert str(refused.value).startswith(f"engine_args.{key}: {says}")
-    assert str(refused.value).endswith(f"leave it out or send {dtype!r}")
+    prose(refused)
+    assert place_of(refused) == f"engine_args.{key}"
 
 
 @pytest.mark.parametrize("args", [{"quantization": "fp8"}, {"dtype": "float16"}, {"gone": 1}])
@@ -273,7 +272,7 @@ def test_starting_vllm_removes_only_directories_of_killed_servers(tmp_path: Path
 
 
 async def test_a_running_vllm_that_restarted_gets_its_adapters_again(
-    tiny_model: Path, tmp_path: Path
+    prose: Prose, tiny_model: Path, tmp_path: Path
 ) -> None:
     root, standin = tmp_path / "hone", Standin()
     async with SmallServer.started(root) as server:
@@ -290,8 +289,9 @@ async def test_a_running_vllm_that_restarted_gets_its_adapters_again(
             registered(server, small_spec(tiny_model))
             name = await ask()
             standin.loaded.clear()
-            with pytest.raises(EngineFailed, match="no longer serves"):
+            with pytest.raises(EngineFailed) as caught:
                 await ask()
+            prose(caught)
             assert await ask() == name and list(standin.loaded) == [name]
 
 
@@ -314,10 +314,11 @@ async def test_vllm_streams_only_to_clients_that_stream(
     assert standin.bodies[-1].get("stream", False) is stream
 
 
-def test_a_running_vllm_has_its_arguments_already(state: State) -> None:
+def test_a_running_vllm_has_its_arguments_already(prose: Prose, state: State) -> None:
     check_arg = choice(state, engine_url="http://10.0.0.1:8000").check_arg()
-    with pytest.raises(ConfigError, match="for a vLLM that runs already"):
+    with pytest.raises(ConfigError) as caught:
         checked_spec(spec(engine_args={"max_num_seqs": 8}), check_arg)
+    prose(caught)
 
 
 def test_arts_clients_send_engine_args_and_gpu_ids(
@@ -391,10 +392,11 @@ def test_target_modules_that_the_learner_cannot_train_are_not_registered(
         state.store.close()
 
 
-def test_more_gpus_than_there_are(state: State, python: Path) -> None:
+def test_more_gpus_than_there_are(prose: Prose, state: State, python: Path) -> None:
     vllm = choice(state, engine="vllm", engine_python=python)
-    with pytest.raises(ConfigError, match="is 2, and 0 GPUs are present; lower it"):
+    with pytest.raises(ConfigError) as caught:
         vllm.register(spec(engine_args={"tensor_parallel_size": 2}), in_use=False)
+    prose(caught)
 
 
 def test_how_many_requests_keep_an_engine_busy(state: State, python: Path) -> None:
@@ -404,7 +406,9 @@ def test_how_many_requests_keep_an_engine_busy(state: State, python: Path) -> No
     assert choice(state, engine="embedded").concurrency(spec()) == 64
 
 
-def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, python: Path) -> None:
+def test_the_model_registered_last_decides_and_all_of_them_fit(
+    prose: Prose, state: State, python: Path
+) -> None:
     vllm = choice(state, engine="vllm", engine_python=python, max_seq_length=4096)
     assert vllm._plan("tiny", None) == Plan({}, 8, 4096)
     first = spec(rank=32, defaults={"max_seq_length": 512}, engine_args={"max_num_seqs": 8})
@@ -414,8 +418,9 @@ def test_the_model_registered_last_decides_and_all_of_them_fit(state: State, pyt
     assert vllm._plan("tiny", None) == Plan({"max_num_seqs": 8}, 32, 512)
     vllm._opened["tiny"] = vllm._plan("tiny", None)
     assert vllm.register(first, in_use=True) is False
-    with pytest.raises(ConfigError, match="is answering for 'tiny' with other engine_args"):
+    with pytest.raises(ConfigError) as caught:
         vllm.register(second, in_use=True)
+    prose(caught)
     assert vllm.register(second, in_use=False) is True
     state.models.register(second)
     assert vllm._plan("tiny", None) == Plan({}, 32, 4096)
@@ -460,7 +465,7 @@ def test_a_model_without_a_length_keeps_the_longest(
 
 
 def test_a_refused_or_repeated_registration_does_not_reopen_vllm(
-    tmp_path: Path, python: Path, tiny_model: Path
+    prose: Prose, tmp_path: Path, python: Path, tiny_model: Path
 ) -> None:
     state = State(Settings(root=tmp_path / "root", engine="vllm", engine_python=python))
     base, choice = str(tiny_model), state.serving.choice
@@ -471,8 +476,9 @@ def test_a_refused_or_repeated_registration_does_not_reopen_vllm(
         registered(state, other)
         plan = choice._opened[base] = choice._plan(base, None)
         assert plan == Plan({"max_num_seqs": 8}, 8, state.settings.max_seq_length)
-        with pytest.raises(Conflict, match="is registered with rank 8"):
+        with pytest.raises(Conflict) as caught:
             registered(state, agent.model_copy(update={"rank": 64}))
+        prose(caught)
         assert state.serving.engines.outdated == set() and choice._plan(base, None) == plan
         spelled = agent.model_copy(update={"base_model": f"{base}/"})  # the same model
         with state.serving.engines.using(base):
@@ -502,20 +508,20 @@ def test_arguments_registered_while_vllm_starts_open_it_again(
 
 
 def test_max_lora_rank_holds_the_adapters_of_every_registered_model(
-    state: State, python: Path
+    prose: Prose, state: State, python: Path
 ) -> None:
     vllm = choice(state, engine="vllm", engine_python=python)
     with pytest.raises(ConfigError) as refused:
         vllm.register(spec(rank=24, engine_args={"max_lora_rank": 16}), in_use=False)
-    assert str(refused.value) == (
-        "engine_args.max_lora_rank: 16 is below 24, the largest rank of a model on 'tiny'; set it to "
-        "32 or more, or leave it out"
-    )
+    prose(refused)
+    assert place_of(refused) == "engine_args.max_lora_rank"
     large = spec(rank=24, engine_args={"max_lora_rank": 32})
     vllm.register(large, in_use=False)
     state.models.register(large)
-    with pytest.raises(ConfigError, match=r"engine_args\.max_lora_rank: 8 is below 24"):
+    with pytest.raises(ConfigError) as caught:
         vllm.register(spec("other", rank=4, engine_args={"max_lora_rank": 8}), in_use=False)
+    prose(caught)
+    assert place_of(caught) == "engine_args.max_lora_rank"
     assert vllm._plan("tiny", None).args == {"max_lora_rank": 32}
 
 

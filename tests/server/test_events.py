@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 
 from hone.errors import NotFound
 from hone.server.training import sse
@@ -93,9 +94,10 @@ async def test_more_events_than_one_batch_stay_in_order(queue: JobStore, job: st
     assert [event.data["row"] for _, kind, event in texts if kind == "progress"] == [*range(count)]
 
 
-async def test_an_unknown_job_is_not_found(queue: JobStore):
-    with pytest.raises(NotFound, match="no job is called 'job-x'"):
+async def test_an_unknown_job_is_not_found(prose: Prose, queue: JobStore):
+    with pytest.raises(NotFound) as caught:
         await read(queue, "job-x")
+    prose(caught)
 
 
 async def test_line_breaks_in_an_event_stay_inside_its_line():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fakes import ScriptedEngine
 from tests.learner.families import FAMILIES
+from tests.prose import Prose, place_of
 from tests.server.small_server import SmallServer, spec, token_groups
 
 from hone.errors import ConfigError, ModelUnsupported
@@ -76,28 +77,34 @@ async def test_an_adapter_covers_the_layers_that_were_asked_for(tmp_path: Path, 
 
 
 async def test_a_model_with_layers_that_cannot_be_trained_gets_no_first_step(
-    tmp_path: Path, tokenizer: Any, tiny_model: Path
+    prose: Prose, tmp_path: Path, tokenizer: Any, tiny_model: Path
 ):
     """As for a base model that had to be downloaded, so that it was unknown when registered."""
     engine = ScriptedEngine(["ok"], tokenizer=tokenizer)
     async with SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server:
         record = server.models.register(spec(tiny_model, target_modules=["q_proj"]))
-        with pytest.raises(ConfigError, match=r"^target_modules: on a CPU hone trains all linear"):
+        with pytest.raises(ConfigError) as caught:
             await server.service.prepare(record)
+        prose(caught)
+        assert place_of(caught) == "target_modules"
         assert server.checkpoints.list(record.key) == []
 
 
 @pytest.mark.parametrize(
     "sent", [{"target_modules": ["q_proj"]}, {"peft_args": {"target_modules": ["q_proj"]}}]
 )
-def test_the_embedded_engine_takes_adapters_on_all_linear_layers(sent: dict[str, Any]):
-    with pytest.raises(ConfigError, match=r"target_modules: .* is not in this version"):
+def test_the_embedded_engine_takes_adapters_on_all_linear_layers(
+    prose: Prose, sent: dict[str, Any]
+):
+    with pytest.raises(ConfigError) as caught:
         checked_spec(spec(Path("tiny"), **sent))
+    prose(caught)
     everything = spec(Path("tiny"), peft_args={"target_modules": "all-linear"})
     assert checked_spec(everything, accept).target_modules == []
 
 
-def test_the_embedded_engine_names_vllm(tmp_path: Path, tokenizer: Any):
+def test_the_embedded_engine_names_vllm(prose: Prose, tmp_path: Path, tokenizer: Any):
     base = write("Granite", tmp_path / "granite", tokenizer)
-    with pytest.raises(ModelUnsupported, match=r"(?s)model_type 'granite'.*--engine vllm"):
+    with pytest.raises(ModelUnsupported) as caught:
         EmbeddedEngine.open(str(base))
+    prose(caught)

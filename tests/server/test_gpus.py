@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.inference.conftest import write_vllm
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import ConfigError, EngineError, ModelTooLarge
@@ -117,18 +118,19 @@ def test_one_gpu_is_shared_unless_both_have_their_own():
 
 
 @pytest.mark.parametrize(
-    ("args", "count", "why"),
+    ("args", "count"),
     [
-        ({"tensor_parallel_size": 2}, 1, "is 2, and 1 GPUs are present; lower it"),
-        ({"tensor_parallel_size": 2, "inference_gpu_ids": [1]}, 2, "is 2, and 1 GPUs"),
-        ({"inference_gpu_ids": [0, 3]}, 2, "inference_gpu_ids: GPU 3 does not exist; this machine"),
-        ({"trainer_gpu_ids": [2]}, 2, "trainer_gpu_ids: GPU 2 does not exist; this machine has 2"),
-        ({"trainer_gpu_ids": [0, 1]}, 2, "the learner trains on one GPU in this version"),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 2, "inference_gpu_ids": [1]}, 2),
+        ({"inference_gpu_ids": [0, 3]}, 2),
+        ({"trainer_gpu_ids": [2]}, 2),
+        ({"trainer_gpu_ids": [0, 1]}, 2),
     ],
 )
-def test_more_gpus_than_there_are_is_an_error(args: dict[str, Any], count: int, why: str):
-    with pytest.raises(ConfigError, match=why):
+def test_more_gpus_than_there_are_is_an_error(prose: Prose, args: dict[str, Any], count: int):
+    with pytest.raises(ConfigError) as caught:
         choose_gpus(args, device=None, count=count)
+    prose(caught)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +155,17 @@ def test_gpus_that_vllm_would_not_use_are_refused(args: dict[str, Any], why: str
 
 
 def test_stored_gpu_ids_that_are_refused_now_name_their_model(
-    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path
+    prose: Prose, gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path
 ):
     server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
     model = spec(tiny_model, engine_args={"inference_gpu_ids": [0, 1], "trainer_gpu_ids": [1]})
-    with pytest.raises(ConfigError, match="names 2 GPUs, and vLLM uses 1"):
+    with pytest.raises(ConfigError) as caught:
         server.serving.register(model)
+    prose(caught)
     server.models.register(model)  # as a version did that did not check it
-    with pytest.raises(ConfigError, match=r"uses 1; .*\nModel 'default/agent' was registered with"):
+    with pytest.raises(ConfigError) as caught:
         server.serving.choice.open(str(tiny_model))
+    prose(caught)
     server.store.close()
     # Other engines do not use them.
     others: list[tuple[dict[str, Any], tuple[int, ...]]] = [
@@ -231,7 +235,12 @@ def test_vllm_shares_a_gpu_of_another_driver_by_a_plan(
 
 
 def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
-    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prose: Prose,
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ):
     server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
     caplog.set_level("INFO")
@@ -254,8 +263,9 @@ def test_vllm_is_started_with_its_share_of_a_gpu_that_it_shares(
     assert options["--kv-cache-memory-bytes"] == str(8 * GB)
     assert float(options["--gpu-memory-utilization"] or 0) == pytest.approx(0.5, abs=0.01)
     assert caplog.text.count("KV cache 8.0") == 1
-    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes: '8G'; expected a whole number"):
+    with pytest.raises(ConfigError) as caught:
         started(server, tiny_model, tmp_path, kv_cache_memory_bytes="8G")
+    prose(caught)
     server.store.close()
 
 
@@ -272,7 +282,12 @@ def test_gpu_ids_reach_vllm(gpus: None, vllm: Path, tiny_model: Path, tmp_path: 
 
 
 async def test_gpu_ids_reach_the_learner(
-    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose,
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     launched: list[tuple[LearnerSpec, dict[str, str]]] = []
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it once it compiles
@@ -290,9 +305,10 @@ async def test_gpu_ids_reach_the_learner(
         model = spec(tiny_model, engine_args=args)
         server.serving.register(model)
         server.models.register(model)
-        with pytest.raises(ConfigError, match="seen"):
+        with pytest.raises(ConfigError) as caught:
             async with server.service._learners.borrow(tokenizer, nullcontext()):
                 pass
+        prose(caught)
     card = server.serving.choice.card(str(tiny_model))
     assert card is not None and 10 * GB < card.learner < 24 * GB
     (alone, env), (shares, _) = launched
@@ -317,6 +333,7 @@ async def test_gpu_ids_reach_the_learner(
     ],
 )
 def test_a_vllm_without_enough_memory_says_what_would_fit(
+    prose: Prose,
     gpus: None,
     vllm: Path,
     tiny_model: Path,
@@ -341,11 +358,13 @@ def test_a_vllm_without_enough_memory_says_what_would_fit(
     disturbed = "AssertionError: Error in memory profiling. Initial free memory 134.02 GiB, current"
     monkeypatch.setenv("HONE_TEST_ERROR", f"\n{disturbed}")
     _, _, why = started(server, tiny_model, tmp_path)
-    assert why.startswith("Another process returned GPU memory") and disturbed in why
+    assert disturbed in why
+    prose(why)
     server.store.close()
 
 
 def test_a_gpu_that_is_divided_for_another_base_model_is_named(
+    prose: Prose,
     gpus: None,
     vllm: Path,
     tiny_model: Path,
@@ -368,8 +387,7 @@ def test_a_gpu_that_is_divided_for_another_base_model_is_named(
             _, _, why = started(server, tiny_model, tmp_path, trainer_gpu_ids=[1], **args)
             assert "is already divided" not in why
         _, _, why = started(server, tiny_model, tmp_path)
-        assert why.startswith(f"CUDA out of memory. GPU 0 is already divided for {str(other)!r}, ")
-        assert "set engine_args.gpu_memory_utilization of each to 0.4 or less." in why
+        prose(why)
         assert caplog.text.count(f"GPU 0 is already divided for {str(other)!r}, ") == 1
         choice.close()
         assert "stopped while it was starting" in str(first.exception())
@@ -422,35 +440,29 @@ def test_a_learner_gets_no_advice_about_a_vllm_that_takes_none_of_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("args", "change"),
+    "args",
     [
         # (4 GB + a tiny model) / 16 GB = 0.25. Without a value, vLLM takes 0.92.
-        ({}, "reduce gpu_memory_utilization to 0.26"),
-        ({"gpu_memory_utilization": 0.2}, "increase gpu_memory_utilization to 0.26"),
-        (
-            {"kv_cache_memory_bytes": 20 * GB},
-            "leave kv_cache_memory_bytes out; reduce gpu_memory_utilization to 0.26",
-        ),
+        {},
+        {"gpu_memory_utilization": 0.2},
+        {"kv_cache_memory_bytes": 20 * GB},
     ],
 )
 def test_a_vllm_alone_on_its_gpu_says_what_would_fit_there(
+    prose: Prose,
     gpus: None,
     vllm: Path,
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     args: dict[str, Any],
-    change: str,
 ):
     sizes = {"cuda:0": 24 * GB, "cuda:1": 16 * GB}
     monkeypatch.setattr(fit, "total_memory", lambda device: sizes[device])
     monkeypatch.setenv("HONE_TEST_ERROR", "\ntorch.OutOfMemoryError: CUDA out of memory.")
     server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
     _, _, why = started(server, tiny_model, tmp_path, **OWN_GPUS, **args)
-    assert why.startswith(
-        f"CUDA out of memory. What would fit on a GPU of 16.0 GB: {change}; reduce max_seq_length to "
-        "256; halve num_generations; or increase tensor_parallel_size to 2, with as many GPUs.\n"
-    )
+    prose(why)
     server.store.close()
 
 
@@ -782,13 +794,17 @@ async def test_a_job_that_waits_for_its_gpu_can_be_cancelled_and_survives_a_stop
 
 
 def test_a_model_that_fits_nowhere_is_refused_before_vllm_starts(
-    gpus: None, vllm: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose,
+    gpus: None,
+    vllm: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(fit, "total_memory", lambda device: 4 * GB)
     server = SmallServer.at(tmp_path / "hone", engine="vllm", engine_python=vllm, device=None)
-    with pytest.raises(
-        ModelTooLarge, match=r"(?s)CUDA out of memory: .* choose a smaller base_model"
-    ):
+    with pytest.raises(ModelTooLarge) as caught:
         server.serving.choice.open(str(tiny_model))
+    prose(caught)
     assert not (tmp_path / "record.json").exists()
     server.store.close()

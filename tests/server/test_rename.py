@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 
@@ -68,14 +69,13 @@ async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
     assert (await serving.resolve("agent.old")).adapter == renamed
 
 
-async def test_a_model_at_work_keeps_its_name(api: Api):
+async def test_a_model_at_work_keeps_its_name(prose: Prose, api: Api):
     job = await api.submit()
     answer = await api.ask("POST", f"{AGENT}/rename", json={"to": "b"}, status=409)
-    assert f"job {job.id!r} is" in answer["error"]["message"]
-    assert "Wait for its end, or cancel it" in answer["error"]["message"]
+    prose(answer["error"]["message"], job=job.id)
 
 
-async def test_a_rename_hides_no_model_of_another_project(open_api: Open):
+async def test_a_rename_hides_no_model_of_another_project(prose: Prose, open_api: Open):
     """Also if the new name is one that hone derives from the other's PROJECT/NAME."""
     api = await open_api()
     await api.register()
@@ -89,30 +89,31 @@ async def test_a_rename_hides_no_model_of_another_project(open_api: Open):
     await api.register(name="n")
     n = "/v1/training/models/default/n/rename"
     answer = await api.ask("POST", n, json={"to": stored_name("p/m").upper()}, status=409)
-    assert "some file systems do not distinguish names by case" in answer["error"]["message"]
+    prose(answer["error"]["message"])
     await api.ask("POST", n, json={"to": "m"})
-    with pytest.raises(AmbiguousModel, match="say 'default/m' or 'p/m'"):
+    with pytest.raises(AmbiguousModel) as caught:
         await api.state.serving.resolve("m")
+    prose(caught)
     assert (await api.state.serving.resolve("p/m")).model == "p/m"
 
 
 @pytest.mark.parametrize(
-    ("to", "status", "why"),
+    ("to", "status"),
     [
-        ("other", 409, "'default/other' exists already"),
-        ("logged", 409, "or its directory"),
-        ("tiny", 409, "'tiny' is the name of a base model in use"),
-        ("../x", 422, "to: "),
+        ("other", 409),
+        ("logged", 409),
+        ("tiny", 409),
+        ("../x", 422),
     ],
 )
-async def test_a_name_that_is_taken_is_refused(open_api: Open, to: str, status: int, why: str):
+async def test_a_name_that_is_taken_is_refused(prose: Prose, open_api: Open, to: str, status: int):
     api = await open_api(held=True)
     await api.register()
     await api.register(name="other")
     api.state.models.register(ModelSpec(name="third", base_model="tiny"))
     api.state.checkpoints.log(ModelKey("default", "logged"), 0, {"a": 1.0}, "val")
     answer = await api.ask("POST", f"{AGENT}/rename", json={"to": to}, status=status)
-    assert why in answer["error"]["message"]
+    prose(answer["error"]["message"])
     await api.ask("POST", "/v1/training/models/default/agnet/rename", json={"to": "x"}, status=404)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.chat.conftest import build_tokenizer
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.conftest import write_model
 from tests.server.small_server import LearnerHere, SmallServer, digest, spec, token_groups
 
@@ -63,15 +64,20 @@ async def test_a_model_that_cannot_be_loaded_fails_its_jobs(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("seed", "family", "template", "parts"),
+    ("seed", "family", "template"),
     [
-        (1, "qwen2.5-instruct", None, "weights"),
-        (0, "smollm2-instruct", None, "tokenizer and chat template"),
-        (0, "qwen2.5-instruct", "{{ messages[0].content }}", "chat template"),
+        (1, "qwen2.5-instruct", None),
+        (0, "smollm2-instruct", None),
+        (0, "qwen2.5-instruct", "{{ messages[0].content }}"),
     ],
 )
 async def test_steps_over_other_files_are_refused(
-    tmp_path: Path, tokenizer: Any, seed: int, family: str, template: str | None, parts: str
+    prose: Prose,
+    tmp_path: Path,
+    tokenizer: Any,
+    seed: int,
+    family: str,
+    template: str | None,
 ):
     model = write_model(tmp_path / "model", tokenizer)
     async with SmallServer.started(tmp_path / "hone") as server:
@@ -79,14 +85,12 @@ async def test_steps_over_other_files_are_refused(
         write_model(tmp_path / "model", build_tokenizer(family, template), seed=seed)
     async with SmallServer.started(tmp_path / "hone") as again:
         record = again.models.find("agent")
-        refusal = (
-            rf"step 1 of model 'default/agent' was trained over other {parts} than .* has now .* "
-            "Put the old files back, or register a model of another name"
-        )
-        with pytest.raises(Conflict, match=refusal):
+        with pytest.raises(Conflict) as caught:
             await again.service.prepare(record)
-        with pytest.raises(Conflict, match=refusal):
+        prose(caught)
+        with pytest.raises(Conflict) as caught:
             await again.serving.resolve("agent")
+        prose(caught)
         job = await again.ended(again.submit(record, token_groups()).id)
         assert job.failure is not None and job.failure.type == "Conflict"
 
@@ -118,14 +122,14 @@ class StuckEngine(EmbeddedEngine):
 
 
 @pytest.mark.parametrize(
-    ("honest", "why"),
+    "honest",
     [
-        (True, "the engine serves an adapter with hash"),
-        (False, "8 trained tokens the engine moved 0 times"),
+        True,
+        False,
     ],
 )
 async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
-    tiny_model: Path, tmp_path: Path, honest: bool, why: str
+    prose: Prose, tiny_model: Path, tmp_path: Path, honest: bool
 ):
     def stuck(name: str) -> StuckEngine:
         engine = StuckEngine(Decoder.load(Path(name)), kv_budget_bytes=1 << 24)
@@ -138,7 +142,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         job = await server.ended(server.submit(record, token_groups(first=10)).id)
         assert job.state == "failed" and job.failure is not None and job.step is None
         assert job.failure.type == "NotProved"
-        assert why in job.failure.message
+        prose(job.failure.message)
         assert server.event_types(job.id)[-2:] == ["published", "failed"]
         assert server.serving.newest(record)[0] == 1
         disk = server.checkpoints.model_dir(KEY) / "checkpoints"

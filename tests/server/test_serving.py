@@ -13,6 +13,7 @@ import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.conftest import MakeState, write_model
 
 from hone.errors import (
@@ -265,7 +266,7 @@ async def test_inside_a_run_the_base_name_means_the_runs_newest_step(
     assert untrained.adapter is None
 
 
-async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) -> None:
+async def test_inside_a_run_an_alias_means_the_runs_newest_step(prose: Prose, world: World) -> None:
     world.model("agent", steps=2)
     run = RunSpec(id="run1", model="agent", aliases=("gpt-4o", "openai/o1"))
     for name in ("gpt-4o", "openai/o1", "gpt-4o@latest"):
@@ -275,10 +276,12 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(world: World) ->
     assert (pinned.model, pinned.step) == ("default/agent", 1)
     other = RunSpec(id="run2", model="agent")
     for elsewhere in (None, other):
-        with pytest.raises(UnknownModel, match=r"'gpt-4o' is served\. Served: agent, "):
+        with pytest.raises(UnknownModel) as caught:
             await world.serving.resolve("gpt-4o", run=elsewhere)
-    with pytest.raises(UnknownModel, match=r"in a run, set finetuning\.model_aliases"):
+        prose(caught)
+    with pytest.raises(UnknownModel) as caught:
         await world.serving.resolve("gpt-4", run=run)
+    prose(caught)
 
 
 async def test_aliases_are_listed_if_they_can_be_asked_for(world: World) -> None:
@@ -332,28 +335,32 @@ async def test_a_run_over_another_base_leaves_this_one_alone(
     assert policy.model == str(other)
 
 
-async def test_unknown_names_say_what_is_served(world: World) -> None:
+async def test_unknown_names_say_what_is_served(prose: Prose, world: World) -> None:
     world.model(steps=1)
     for name in ("agnet", "agent2@3", "no/such-model", "\x00", "x" * 500, "../..", "@1"):
-        with pytest.raises(UnknownModel, match=r"Served: agent, .* GET /v1/models lists") as raised:
+        with pytest.raises(UnknownModel) as raised:
             await world.serving.resolve(name)
+        prose(raised)
         assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
-    with pytest.raises(NotFound, match=r"Steps: 0, 1\."):
+    with pytest.raises(NotFound) as caught:
         await world.serving.resolve("agent@9")
-    with pytest.raises(UnknownModel, match="no best step"):
+    prose(caught)
+    with pytest.raises(UnknownModel) as caught:
         await world.serving.resolve("agent@best")
+    prose(caught)
 
 
-async def test_a_name_in_two_projects_must_say_which(world: World) -> None:
+async def test_a_name_in_two_projects_must_say_which(prose: Prose, world: World) -> None:
     world.model("agent", steps=1)
     world.model("agent", project="second", steps=2)
-    with pytest.raises(Conflict, match="'second/agent'"):
+    with pytest.raises(Conflict) as caught:
         await world.serving.resolve("agent")
+    prose(caught)
     assert (await world.serving.resolve("second/agent")).step == 2
     assert (await world.serving.resolve("default/agent@1")).step == 1
 
 
-async def test_a_written_name_hides_no_model_of_another_project(world: World) -> None:
+async def test_a_written_name_hides_no_model_of_another_project(prose: Prose, world: World) -> None:
     """ART's users write names with slashes: one called `p/m` is not project p's m."""
     written = stored_name("p/m")
     squatter = world.model(written, steps=2)
@@ -377,14 +384,18 @@ async def test_a_written_name_hides_no_model_of_another_project(world: World) ->
         assert (await world.serving.resolve("p/m")).model == "p/m"
     finally:
         access.reset(inference)
-    with pytest.raises(UnknownModel, match="no best step"):
+    with pytest.raises(UnknownModel) as caught:
         await world.serving.resolve("p/m@best")
+    prose(caught)
     world.state.checkpoints.log(squatter.key, 2, {"reward": 1.0}, "val")
-    with pytest.raises(UnknownModel, match="'p/m' has no best step"):
+    with pytest.raises(UnknownModel) as caught:
         await world.serving.resolve("p/m@best")
+    prose(caught)
 
 
-async def test_a_name_in_another_project_does_not_change_an_open_run(world: World) -> None:
+async def test_a_name_in_another_project_does_not_change_an_open_run(
+    prose: Prose, world: World
+) -> None:
     """A run keeps its model, whatever is registered while it is open."""
     world.model("agent", project="mine", steps=2)
     run = RunSpec(id="run1", model="mine/agent")
@@ -393,8 +404,9 @@ async def test_a_name_in_another_project_does_not_change_an_open_run(world: Worl
         policy = await world.serving.resolve(name, run=run)
         assert (policy.model, policy.step) == ("mine/agent", 2), name
     assert (await world.serving.resolve("theirs/agent", run=run)).model == "theirs/agent"
-    with pytest.raises(AmbiguousModel, match="say 'mine/agent' or 'theirs/agent'") as raised:
+    with pytest.raises(AmbiguousModel) as raised:
         await world.serving.resolve("agent")
+    prose(raised)
     assert (raised.value.param, raised.value.code) == ("model", "model_ambiguous")
 
 
@@ -409,7 +421,7 @@ async def test_a_written_name_does_not_hide_a_base_model_in_use(
 
 
 async def test_listing_and_unknown_names_open_no_file_of_a_step(
-    world: World, opened_files: list[str]
+    prose: Prose, world: World, opened_files: list[str]
 ) -> None:
     record = world.model(steps=30)
     world.state.checkpoints.log(record.key, 12, {"reward": 1.0}, "val")
@@ -426,8 +438,8 @@ async def test_listing_and_unknown_names_open_no_file_of_a_step(
     checkpoints = str(world.state.checkpoints.model_dir(record.key))
     inside = [file for file in opened_files if file.startswith(checkpoints)]
     assert [file for file in inside if not file.endswith("0099/manifest.json")] == []
-    assert "32 models, the nearest agent. GET /v1/models lists" in str(unknown.value)
-    assert "Steps: 31 from 0 to 30, the nearest 26, 27, 28, 29, 30." in str(missing.value)
+    prose(unknown)
+    prose(missing)
     assert len(str(unknown.value)) < 1000
 
 
@@ -459,17 +471,19 @@ async def test_the_list_of_names(world: World) -> None:
     }
 
 
-async def test_one_name_of_the_list_in_either_spelling(world: World) -> None:
+async def test_one_name_of_the_list_in_either_spelling(prose: Prose, world: World) -> None:
     world.model(steps=2)
     for name in ("agent", "agent@1", "default/agent", "default/agent@1", "default/agent@latest"):
         served = world.serving.served_name(name)
         assert (served.id, served.step) == (name, 1 if name.endswith("@1") else 2)
     for name in ("agnet", "agent@9", "other/agent"):
-        with pytest.raises(UnknownModel, match=r"GET /v1/models lists every name and step"):
+        with pytest.raises(UnknownModel) as caught:
             world.serving.served_name(name)
+        prose(caught)
     world.model("agent", project="second")
-    with pytest.raises(AmbiguousModel, match="'second/agent'"):
+    with pytest.raises(AmbiguousModel) as caught:
         world.serving.served_name("agent")
+    prose(caught)
     assert world.serving.served_name("second/agent").step == 0
 
 
@@ -608,7 +622,7 @@ async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None
 # ---- holding ---------------------------------------------------------------------------------
 
 
-async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> None:
+async def test_while_paused_requests_wait_and_then_are_refused(prose: Prose, world: World) -> None:
     await world.serving.engines.base(world.tiny)
     async with world.serving.engines.paused():
         waiting = asyncio.create_task(world.serving.engines.ready(world.tiny))
@@ -617,8 +631,9 @@ async def test_while_paused_requests_wait_and_then_are_refused(world: World) -> 
     await waiting
     world.hold(0.05)
     async with world.serving.engines.paused():
-        with pytest.raises(Unavailable, match=r"paused for training for 0\.05 s"):
+        with pytest.raises(Unavailable) as caught:
             await world.serving.engines.ready(world.tiny)
+        prose(caught)
     await world.serving.engines.ready(world.tiny)
 
 
@@ -716,7 +731,7 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
 
 
 @pytest.mark.parametrize("ending", ["raises", "is cancelled", "cannot wake", "does not sleep"])
-async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
+async def test_no_pause_leaves_the_gate_shut(prose: Prose, world: World, ending: str) -> None:
     asleep, slept = asyncio.Event(), asyncio.Event()
 
     class Restless(ScriptedEngine):
@@ -748,7 +763,8 @@ async def test_no_pause_leaves_the_gate_shut(world: World, ending: str) -> None:
         training.cancel()
     (error,) = await asyncio.gather(training, return_exceptions=True)
     if ending == "does not sleep":
-        assert isinstance(error, Unavailable) and "0.1 s (pause_s)" in str(error)
+        assert isinstance(error, Unavailable)
+        prose(str(error))
     await world.serving.engines.ready(world.tiny)
     assert engine._awake.is_set()
 
@@ -797,7 +813,9 @@ async def test_an_engine_that_fails_is_opened_again_after_the_pause(
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_pause_waits_for_an_engine_that_is_being_loaded(world: World, dies: bool) -> None:
+async def test_a_pause_waits_for_an_engine_that_is_being_loaded(
+    prose: Prose, world: World, dies: bool
+) -> None:
     engines, loading, go_on = world.serving.engines, threading.Event(), threading.Event()
     engine = Mortal(tokenizer=world.tokenizer)
     engine.dies = dies
@@ -810,9 +828,10 @@ async def test_a_pause_waits_for_an_engine_that_is_being_loaded(world: World, di
     engines._open_engine = open_engine
     opening = asyncio.create_task(engines.base(world.tiny))
     await asyncio.to_thread(loading.wait, PATIENCE_S)
-    with pytest.raises(Unavailable, match=r"an engine was still being loaded after 0\.1 s"):
+    with pytest.raises(Unavailable) as caught:
         async with engines.paused():
             raise AssertionError("trained while an engine took the memory")
+    prose(caught)
     engines._settings = world.state.settings.model_copy(update={"pause_s": PATIENCE_S})
     async with asyncio.timeout(PATIENCE_S):
         asyncio.get_running_loop().call_soon(go_on.set)
@@ -872,6 +891,7 @@ async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world
 
 
 async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
+    prose: Prose,
     world: World,
 ) -> None:
     engines, go_on = world.serving.engines, threading.Event()
@@ -883,8 +903,9 @@ async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
 
     engines._open_engine = open_engine
     world.hold(0.05)
-    with pytest.raises(Unavailable, match=r"is still being loaded after 0\.05 s") as raised:
+    with pytest.raises(Unavailable) as raised:
         await world.serving.engines.base(world.tiny)
+    prose(raised)
     assert raised.value.headers == {"Retry-After": "1"}
     go_on.set()
     world.hold(60)
@@ -983,10 +1004,11 @@ async def test_an_engine_that_changes_while_another_one_closes_is_left_alone(
     assert opened[0].closed and not opened[1].closed
 
 
-async def test_more_than_the_limit_at_once_is_too_many(world: World) -> None:
+async def test_more_than_the_limit_at_once_is_too_many(prose: Prose, world: World) -> None:
     with world.serving.admitted(), world.serving.admitted():
-        with pytest.raises(Busy, match="max_concurrent") as raised, world.serving.admitted():
+        with pytest.raises(Busy) as raised, world.serving.admitted():
             pass
+        prose(raised)
         assert raised.value.headers == {"Retry-After": "1"}
     with world.serving.admitted():
         pass

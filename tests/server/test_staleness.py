@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.prose import Prose, place_of
 from tests.server.small_server import CONFIG, SmallServer, spec, token_groups
 from tests.server.worlds import USER, World, by_tokens, choice, talk
 
@@ -89,18 +90,18 @@ async def test_context_may_be_of_any_step(world: World):
     assert [call.step for call in resolved.groups[0].trajectories[0].calls] == [0, 3]
 
 
-async def test_a_step_of_the_same_number_and_another_adapter_is_another_step(world: World):
+async def test_a_step_of_the_same_number_and_another_adapter_is_another_step(
+    prose: Prose, world: World
+):
     """After a rename the old name begins anew, and its old rollouts are still on record."""
     call = world.add([4, 5], rollout="r1", step=3, adapter_sha256="b" * 64)
     refusal = await world.refusal(Trajectory(rollout="r1"), max_staleness=0)
-    assert refusal.startswith(
-        f"groups.0.trajectories.0.rollout: call {call.id!r} was answered by another step 3 than "
-        "'default/agent' has now"
-    )
+    prose(refusal, call=call.id)
+    assert place_of(refusal) == "groups.0.trajectories.0.rollout"
 
 
 async def test_a_job_that_was_overtaken_in_the_queue_fails_and_says_so(
-    tmp_path: Path, tiny_model: Path
+    prose: Prose, tmp_path: Path, tiny_model: Path
 ):
     strict = CONFIG.model_copy(update={"max_staleness": 0})
     lenient = CONFIG.model_copy(update={"max_staleness": 2})
@@ -114,10 +115,5 @@ async def test_a_job_that_was_overtaken_in_the_queue_fails_and_says_so(
         assert (first.state, first.step) == ("done", 1)
         assert overtaken.state == "failed" and overtaken.failure is not None
         assert overtaken.failure.type == "SampleRefused"
-        assert overtaken.failure.message == (
-            f"job {overtaken.id!r}: groups.0.trajectories.0.calls.0 was answered by step 0, and the "
-            "job starts from step 1: 1 behind, and max_staleness is 0. Run the rollout again with "
-            "the newest step, or set config max_staleness: 1 (null for any). The step that is "
-            "served changed while the job was queued."
-        )
+        prose(overtaken.failure.message, overtaken=overtaken.id)
         assert (last.state, last.step, last.metrics["learn/staleness"]) == ("done", 2, 1)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tests.chat.conftest import build_tokenizer
 from tests.patience import PATIENCE_S
+from tests.prose import Prose, place_of
 from tests.server.conftest import MakeServer, write_model
 
 from hone.chat.jinja_process import JinjaProcesses
@@ -36,12 +37,12 @@ def ask(url: str, model: Path, *messages: dict[str, Any], **fields: Any) -> http
 
 
 @pytest.mark.parametrize(
-    ("template", "limit"),
-    [("{{ 'A' * 10**10 }}", "64 MiB of memory"), (ENDLESS, "0.3 s of CPU time")],
+    "template",
+    ["{{ 'A' * 10**10 }}", ENDLESS],
 )
 def test_a_model_whose_template_takes_too_much_is_refused_and_others_go_on(
+    prose: Prose,
     template: str,
-    limit: str,
     tmp_path: Path,
     tiny_model: Path,
     make_server: MakeServer,
@@ -51,9 +52,7 @@ def test_a_model_whose_template_takes_too_much_is_refused_and_others_go_on(
     server = make_server(["ok"])
     refused = ask(server.control_url, bad)
     assert refused.status_code == 400, refused.text
-    assert (
-        f"the model's chat template takes more than {limit}" in refused.json()["error"]["message"]
-    )
+    prose(refused.json()["error"]["message"])
     assert ask(server.control_url, tiny_model).status_code == 200
 
 
@@ -137,7 +136,7 @@ def test_a_template_that_only_some_messages_make_slow_holds_up_no_other_request(
 
 
 def test_arguments_of_a_request_cannot_replace_what_the_server_passes(
-    tmp_path: Path, make_server: MakeServer
+    prose: Prose, tmp_path: Path, make_server: MakeServer
 ):
     template = "{{ messages }}{{ tone }}"
     base = write_model(tmp_path / "plain", build_tokenizer("smollm2-instruct", template))
@@ -145,5 +144,6 @@ def test_arguments_of_a_request_cannot_replace_what_the_server_passes(
     refused = ask(server.control_url, base, chat_template_kwargs={"messages": []})
     assert refused.status_code == 400
     message = json.loads(refused.text)["error"]["message"]
-    assert message == "chat_template_kwargs: 'messages' is set by the request itself; leave it out"
+    prose(message)
+    assert place_of(message) == "chat_template_kwargs"
     assert ask(server.control_url, base, chat_template_kwargs={"tone": "kind"}).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.api import AGENT, JOBS, Api, Open, group, job
 from tests.server.worlds import by_tokens
 from tests.store.test_checkpoints import filler
@@ -20,7 +21,7 @@ from hone.types import JobInfo, RecordedCall
 # ---- models -----------------------------------------------------------------------------------
 
 
-async def test_a_model_is_registered_once(open_api: Open):
+async def test_a_model_is_registered_once(prose: Prose, open_api: Open):
     api = await open_api(held=True)
     first = await api.register(alpha=8, seed=3, not_applicable=["gpu_memory_utilization"])
     again = await api.register(
@@ -51,11 +52,11 @@ async def test_a_model_is_registered_once(open_api: Open):
         json={"name": "agent", "base_model": api.base_model, "rank": 8},
         status=409,
     )
-    assert "registered with rank 4" in answer["error"]["message"]
+    prose(answer["error"]["message"])
 
 
 async def test_a_model_is_registered_only_when_its_weights_were_found(
-    open_api: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, open_api: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from huggingface_hub import constants
 
@@ -73,7 +74,7 @@ async def test_a_model_is_registered_only_when_its_weights_were_found(
         answer = await api.ask("POST", "/v1/training/models", json=spec, status=422)
         assert answer["error"]["param"] == "base_model"
         assert why in answer["error"]["message"]
-        assert "Nothing was registered" in answer["error"]["message"]
+        prose(answer["error"]["message"])
         assert await api.ask("GET", "/v1/training/models") == []
     # The name is free for the corrected registration.
     assert (await api.register()).base_model == api.base_model
@@ -85,7 +86,7 @@ async def test_a_model_is_registered_only_when_its_weights_were_found(
     await api.register(name="second", base_model=str(copied), status=200)
 
 
-async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Open):
+async def test_keys_of_other_programs_are_honoured_refused_or_named(prose: Prose, open_api: Open):
     api = await open_api(held=True)
     made = await api.register(
         rank=8, peft_args={"r": 2}, engine_args={"gpu_memory_utilization": 0.9}
@@ -93,24 +94,22 @@ async def test_keys_of_other_programs_are_honoured_refused_or_named(open_api: Op
     assert (made.rank, made.not_applicable) == (2, ["engine_args.gpu_memory_utilization"])
     spec = {"name": "big", "base_model": api.base_model, "engine_args": {"tensor_parallel_size": 2}}
     answer = await api.ask("POST", "/v1/training/models", json=spec, status=400)
-    assert (
-        "engine_args.tensor_parallel_size: 2 is not in this version" in answer["error"]["message"]
-    )
+    prose(answer["error"]["message"])
 
 
-async def test_a_name_of_two_projects_is_asked_for_with_its_project(api: Api):
+async def test_a_name_of_two_projects_is_asked_for_with_its_project(prose: Prose, api: Api):
     other = await api.register(project="other")
     assert other.inference_name == "other/agent"
     assert (await api.ask("GET", AGENT))["inference_name"] == "default/agent"
     refusal = await api.refused(409)
-    assert "say 'default/agent' or 'other/agent'" in refusal["error"]["message"]
+    prose(refusal["error"]["message"])
 
 
-async def test_an_unknown_model_is_not_found(api: Api):
+async def test_an_unknown_model_is_not_found(prose: Prose, api: Api):
     answer = await api.ask("GET", "/v1/training/models/default/agnet", status=404)
-    assert "Did you mean 'default/agent'?" in answer["error"]["message"]
+    prose(answer["error"]["message"])
     answer = await api.refused(404, model="agnet")
-    assert "Did you mean 'agent'?" in answer["error"]["message"]
+    prose(answer["error"]["message"])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ async def test_logged_metrics_choose_the_best_step(api: Api):
     assert (await api.ask("GET", AGENT))["best_step"] == 0
 
 
-async def test_metrics_that_are_sent_again_with_their_key_are_logged_once(api: Api):
+async def test_metrics_that_are_sent_again_with_their_key_are_logged_once(prose: Prose, api: Api):
     await api.ask("POST", f"{AGENT}/prepare")
     (record,) = api.state.models.list()
     body = {"split": "val", "metrics": {"reward": 0.5}, "idempotency_key": "k"}
@@ -212,7 +211,7 @@ async def test_metrics_that_are_sent_again_with_their_key_are_logged_once(api: A
     assert (line["step"], line["val/reward"]) == (0, 0.5)
     other = body | {"metrics": {"reward": 0.6}}
     refused = await api.ask("POST", f"{AGENT}/metrics", json=other, status=409)
-    assert "'k' was used for other metrics" in refused["error"]["message"]
+    prose(refused["error"]["message"])
     # Another key is another measurement, and so is each request without one.
     for _ in range(2):
         body |= {"idempotency_key": None}
@@ -262,21 +261,22 @@ async def test_jobs_are_listed_the_newest_first(api: Api):
 
 
 @pytest.mark.parametrize(
-    ("config", "path", "why"),
+    ("config", "path"),
     [
-        ({"learning_rte": 1e-5}, "config.learning_rte", "Did you mean 'learning_rate'? Known: "),
-        ({"colour": 1}, "config.colour", "no such key. Known: learning_rate, learning_rates, loss"),
-        ({"learning_rate": -1}, "config.learning_rate", "greater than or equal to 0"),
-        ({"learning_rate": "inf"}, "config.learning_rate", "should be a finite number"),
-        ({"loss": "ppo"}, "config.loss", "'grpo', 'dapo', 'dr_grpo', 'cispo', 'dpo' or 'sft'"),
-        ({"baseline": None}, "config.baseline", "'group' or 'batch'"),
+        ({"learning_rte": 1e-5}, "config.learning_rte"),
+        ({"colour": 1}, "config.colour"),
+        ({"learning_rate": -1}, "config.learning_rate"),
+        ({"learning_rate": "inf"}, "config.learning_rate"),
+        ({"loss": "ppo"}, "config.loss"),
+        ({"baseline": None}, "config.baseline"),
     ],
 )
 async def test_a_wrong_config_is_refused_by_its_key(
-    api: Api, config: dict[str, Any], path: str, why: str
+    prose: Prose, api: Api, config: dict[str, Any], path: str
 ):
     refusal = await api.refused(config=config)
-    assert refusal["error"]["param"] == path and why in refusal["error"]["message"]
+    assert refusal["error"]["param"] == path
+    prose(refusal["error"]["message"])
     assert await api.ask("GET", JOBS) == []
 
 
@@ -298,18 +298,17 @@ async def test_what_is_wrong_with_a_trajectory_is_named_by_its_path(api: Api):
     assert [field["loc"] for field in refusal["detail"]] == [loc]
 
 
-async def test_text_that_cannot_be_written_is_refused(api: Api):
+async def test_text_that_cannot_be_written_is_refused(prose: Prose, api: Api):
     body = json.dumps(job(groups=[group(1.0, 0.0, example="\ud800")]))
     answer = await api.ask("POST", JOBS, content=body, status=422)
-    assert "half of a surrogate pair" in answer["error"]["message"]
+    prose(answer["error"]["message"])
 
 
-async def test_groups_of_one_name_the_baseline_to_set(api: Api):
+async def test_groups_of_one_name_the_baseline_to_set(prose: Prose, api: Api):
     alone = [group(1.0), group(0.0)]
     refusal = await api.refused(groups=alone)
-    assert (
-        refusal["error"]["param"] == "groups" and "baseline: batch" in refusal["error"]["message"]
-    )
+    assert refusal["error"]["param"] == "groups"
+    prose(refusal["error"]["message"])
     await api.submit(groups=alone, config={"baseline": "batch"})
     # One of two failed: it was meant to be compared, and the job will say that it was not.
     failed = [{"type": "ValueError", "message": "boom"}]
@@ -338,16 +337,18 @@ async def test_groups_without_trajectories_are_refused_as_such(api: Api, loss: s
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dpo"])
-async def test_groups_of_one_among_empty_groups_are_refused_as_such(api: Api, loss: str):
+async def test_groups_of_one_among_empty_groups_are_refused_as_such(
+    prose: Prose, api: Api, loss: str
+):
     refusal = await api.refused(groups=[group(1.0), group()], config={"loss": loss})
-    assert "no group has more than one trajectory" in refusal["error"]["message"]
+    prose(refusal["error"]["message"])
 
 
-async def test_the_same_key_and_request_are_the_same_job(api: Api):
+async def test_the_same_key_and_request_are_the_same_job(prose: Prose, api: Api):
     first = await api.submit(idempotency_key="k")
     assert (await api.submit(idempotency_key="k")).id == first.id
     refusal = await api.refused(409, idempotency_key="k", plot_tensors=True)
-    assert f"which made job {first.id!r}" in refusal["error"]["message"]
+    prose(refusal["error"]["message"], first=first.id)
     assert (await api.submit()).id != first.id
     assert len(await api.ask("GET", JOBS)) == 2
 

@@ -7,6 +7,7 @@ root; the tests marked `e2e` start clients of a really different user, and need 
 import asyncio
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -23,6 +24,7 @@ import httpx
 import openai
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.server.conftest import CLIENTS, MakeServer, Server
 from tests.wire.test_peers import OTHER, as_root
 
@@ -146,14 +148,15 @@ def test_the_same_user_needs_no_key(http: httpx.Client, make_server: MakeServer,
 
 
 def test_the_openai_client_of_another_user_shows_why(
-    make_server: MakeServer, lookups: list[int | None], tiny_model: Path
+    prose: Prose, make_server: MakeServer, lookups: list[int | None], tiny_model: Path
 ):
     server = make_server()
     lookups.append(OTHER)
     client = openai.OpenAI(base_url=server.openai_url, api_key="default")
     CLIENTS.append(client)
-    with pytest.raises(openai.AuthenticationError, match=f"a process of uid {OTHER}"):
+    with pytest.raises(openai.AuthenticationError) as caught:
         client.models.list()
+    prose(caught, user=re.compile(r"(?<=processes of )\S+(?=, and)"))
 
 
 def test_a_key_lets_every_user_in_and_no_one_is_looked_up(

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from tests.fakes import ScriptedEngine
 from tests.patience import PATIENCE_S
+from tests.prose import Prose, place_of
 from tests.server.api import JOBS, Open, group, job
 from tests.server.conftest import MakeState, Server
 
@@ -144,49 +145,49 @@ async def test_others_are_answered_while_a_large_body_is_read(
 
 
 @pytest.mark.parametrize(
-    ("path", "make", "param", "says"),
+    ("path", "make", "param"),
     [
-        ("/v1/chat/completions", lambda m: b"[" * LARGE, None, "is not JSON"),
-        ("/v1/chat/completions", lambda m: _body(m, LONG, tempo=1), "tempo", "no such key"),
-        ("/v1/chat/completions", lambda m: _body(m, LONG * 5), "messages", "tokens"),
-        ("/v1/chat/completions", lambda m: _body(m, "a" * 10**6), "messages", "tokens"),
+        ("/v1/chat/completions", lambda m: b"[" * LARGE, None),
+        ("/v1/chat/completions", lambda m: _body(m, LONG, tempo=1), "tempo"),
+        ("/v1/chat/completions", lambda m: _body(m, LONG * 5), "messages"),
+        ("/v1/chat/completions", lambda m: _body(m, "a" * 10**6), "messages"),
         (
             "/v1/chat/completions",
             lambda m: _body(m, "hi", metadata={}) | {"tools": [[]] * 150000},
             "messages",
-            "values",
         ),
         (
             "/v1/completions",
             lambda m: {"model": str(m), "prompt": [5] * 10000},
             "prompt",
-            "10000 tokens",
         ),
         (
             "/v1/completions",
             lambda m: {"model": str(m), "prompt": "a" * 3 * 10**6},
             "prompt",
-            "the body has 30000",
         ),
-        ("/v1/completions", lambda m: {"model": str(m), "prompt": LONG * 5}, "prompt", "tokens"),
+        ("/v1/completions", lambda m: {"model": str(m), "prompt": LONG * 5}, "prompt"),
     ],
 )
 async def test_what_cannot_be_answered_is_refused_as_if_it_were_small(
+    prose: Prose,
     server: Server,
     tiny_model: Path,
     path: str,
     make: Callable[[Path], Any],
     param: str | None,
-    says: str,
 ) -> None:
     answer = await _post(server, make(tiny_model), path)
     error = answer.json()["error"]
     assert answer.status_code == 400, answer.text
-    assert error["param"] == param and says in error["message"], error
+    assert error["param"] == param
+    prose(error["message"])
     assert len(answer.content) < 2000
 
 
-async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_model: Path) -> None:
+async def test_a_worker_that_dies_costs_its_request_alone(
+    prose: Prose, server: Server, tiny_model: Path
+) -> None:
     await _post(server, _body(tiny_model, LONG))
     (worker,) = server.state.workers.pids
     os.kill(worker, signal.SIGSTOP)
@@ -198,7 +199,7 @@ async def test_a_worker_that_dies_costs_its_request_alone(server: Server, tiny_m
     os.kill(worker, signal.SIGKILL)
     answer = await lost
     assert answer.status_code == 503
-    assert "the process that read this request died" in answer.json()["error"]["message"]
+    prose(answer.json()["error"]["message"])
     assert (await _post(server, _body(tiny_model, LONG))).status_code == 200
     assert server.state.workers.pids != [worker]
 
@@ -242,13 +243,14 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
     assert [answer.json() for answer in answers] == refusals
 
 
-async def test_errors_keep_their_fields_on_the_way_back() -> None:
+async def test_errors_keep_their_fields_on_the_way_back(prose: Prose) -> None:
     pool = WorkerPool(1)
     try:
         with pytest.raises(Unprocessable) as raised:
             await pool.run(_raise_unprocessable)
         assert raised.value.fields == (FieldError(("groups", 0), "wrong"),)
-        assert str(raised.value) == "groups.0: wrong"
+        prose(raised)
+        assert place_of(raised) == "groups.0"
     finally:
         pool.close()
 
@@ -286,11 +288,12 @@ async def test_a_process_starts_at_the_priority_of_the_server_and_reads_at_a_low
         pool.close()
 
 
-async def test_a_task_beyond_its_deadline_is_stopped() -> None:
+async def test_a_task_beyond_its_deadline_is_stopped(prose: Prose) -> None:
     pool = WorkerPool(1, deadline_s=0.1)
     try:
-        with pytest.raises(Unavailable, match=r"more than 0\.1 s"):
+        with pytest.raises(Unavailable) as caught:
             await pool.run(time.sleep, 600)
+        prose(caught)
         assert pool.pids == []
     finally:
         pool.close()
@@ -318,7 +321,7 @@ async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
 
 
 async def test_a_full_disk_is_no_death_of_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, body: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -326,9 +329,10 @@ async def test_a_full_disk_is_no_death_of_a_process(
     pool = WorkerPool(1, directory=tmp_path / "bodies")
     try:
         worker = await pool.run(os.getpid)
-        with monkeypatch.context() as patch, pytest.raises(DiskFull, match="the disk is full"):
+        with monkeypatch.context() as patch, pytest.raises(DiskFull) as caught:
             patch.setattr(Path, "write_bytes", full)
             await pool.run(_files, b"a body", tmp_path)
+        prose(caught)
         assert pool.pids == [worker]
     finally:
         pool.close()

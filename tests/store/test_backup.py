@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 from tests.server.conftest import make_state
 from tests.server.small_server import CONFIG
 
@@ -193,7 +194,7 @@ def test_what_is_deleted_or_pruned_meanwhile_leaves_no_half_step(
 
 
 def test_a_model_that_is_renamed_meanwhile_is_copied_under_one_name(
-    state: State, make_state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, state: State, make_state: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     names = iter(["second", "third", "fourth", "fifth"])
     key = KEY
@@ -205,8 +206,9 @@ def test_a_model_that_is_renamed_meanwhile_is_copied_under_one_name(
 
     with monkeypatch.context() as patched:
         after_database(patched, rename)
-        with pytest.raises(Conflict, match="renamed or deleted again and again"):
+        with pytest.raises(Conflict) as caught:
             backup(state.settings.root, tmp_path / "copy")
+        prose(caught)
     assert not (tmp_path / "copy").exists() and not list(tmp_path.glob(".copy*"))
     backup(state.settings.root, tmp_path / "copy")
     copy = make_state(root=tmp_path / "copy")
@@ -245,7 +247,7 @@ def test_files_that_no_backup_wrote_stay(state: State, tmp_path: Path, partial: 
     mine = tmp_path / partial / "thesis.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(StateError, match=r"partial: holds files that hone did not write"):
+    with pytest.raises(StateError):
         backup(state.settings.root, tmp_path / "copy")
     assert mine.read_text() == "mine"
     assert [path.name for path in mine.parent.iterdir()] == ["thesis.txt"]
@@ -284,27 +286,32 @@ def test_only_one_of_two_backups_at_the_same_time_writes_the_directory(
     ]
 
 
-def test_wrong_directories_are_named(state: State, tmp_path: Path):
+def test_wrong_directories_are_named(prose: Prose, state: State, tmp_path: Path):
     root = state.settings.root
-    with pytest.raises(NotFound, match="there is no server state"):
+    with pytest.raises(NotFound) as caught:
         backup(tmp_path, tmp_path / "copy")
-    with pytest.raises(Conflict, match="is inside the root"):
+    prose(caught)
+    with pytest.raises(Conflict) as caught:
         backup(root, root / "copy")
+    prose(caught)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(Conflict, match="exists and is not empty"):
+    with pytest.raises(Conflict) as caught:
         backup(root, tmp_path / "full")
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         backup(root, tmp_path / "full" / "file" / "copy")
+    prose(caught)
 
 
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_damaged_database_is_no_backup(state: State, tmp_path: Path, page: int):
+def test_a_damaged_database_is_no_backup(prose: Prose, state: State, tmp_path: Path, page: int):
     state.store.close()
     path = state.settings.root / "state.sqlite"
     whole = path.read_bytes()
     at = page * 4096
     path.write_bytes(whole[:at] + b"\x99" * 4096 + whole[at + 4096 :])
-    with pytest.raises(StateError, match=r"state\.sqlite"):
+    with pytest.raises(StateError) as caught:
         backup(state.settings.root, tmp_path / "copy")
+    prose(caught)
     assert not (tmp_path / "copy").exists()

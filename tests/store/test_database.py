@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose, place_of
 
 from hone.errors import DiskFull, StateError, StorageError
 from hone.store import database
@@ -73,17 +74,19 @@ def test_eight_threads_lose_no_write_and_meet_no_lock(store: Store):
     assert sizes == list(range(200))  # each saw all that were before it
 
 
-def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path):
+def test_what_was_written_is_there_when_it_is_opened_again(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     first = Store(path, (SCHEMA,))
     with first.transaction() as db:
         db.execute("INSERT INTO things VALUES ('a', 1)")
     first.close()
     first.close()  # twice does no harm
-    with pytest.raises(StateError, match="the store is closed"):
+    with pytest.raises(StateError) as caught:
         first.query("SELECT 1")
-    with pytest.raises(StateError, match="the store is closed"), first.transaction():
+    prose(caught)
+    with pytest.raises(StateError) as caught, first.transaction():
         pass
+    prose(caught)
     more = "CREATE TABLE IF NOT EXISTS others (name TEXT);"
     second = Store(path, (SCHEMA, more))  # a schema that came later
     assert names(second) == ["a"]
@@ -91,15 +94,16 @@ def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path):
     second.close()
 
 
-def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path):
+def test_a_newer_file_is_refused_and_left_alone(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     Store(path, (SCHEMA,)).close()
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA user_version = {NEWER}")
     db.close()
     before = path.read_bytes()
-    with pytest.raises(StateError, match=rf"newer hone \(schema {NEWER}, .*Upgrade hone"):
+    with pytest.raises(StateError) as caught:
         Store(path, (SCHEMA,))
+    prose(caught)
     assert path.read_bytes() == before
 
 
@@ -132,7 +136,7 @@ def version_of(path: Path) -> int:
         return db.execute("PRAGMA user_version").fetchone()[0]
 
 
-def test_an_older_file_gets_the_migrations_it_lacks_in_their_order(tmp_path: Path):
+def test_an_older_file_gets_the_migrations_it_lacks_in_their_order(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     old = Store(path, (SCHEMA,), migrations=())
     with old.transaction() as db:
@@ -145,8 +149,9 @@ def test_an_older_file_gets_the_migrations_it_lacks_in_their_order(tmp_path: Pat
     assert rows_of(path, add_colour, paint_by_size) == [("a", 1, "grey"), ("b", 2, "red")]
     assert version_of(path) == 3
     assert rows_of(path, add_colour, paint_by_size) == [("a", 1, "grey"), ("b", 2, "red")]
-    with pytest.raises(StateError, match=r"newer hone \(schema 3, this one knows 2\)"):
+    with pytest.raises(StateError) as caught:
         rows_of(path, add_colour)
+    prose(caught)
 
 
 def test_a_new_file_has_the_newest_version_and_no_migration_runs(tmp_path: Path):
@@ -155,23 +160,26 @@ def test_a_new_file_has_the_newest_version_and_no_migration_runs(tmp_path: Path)
     assert version_of(path) == 3
 
 
-def test_a_migration_that_fails_changes_nothing_and_is_tried_again(tmp_path: Path):
+def test_a_migration_that_fails_changes_nothing_and_is_tried_again(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     old = Store(path, (SCHEMA,), migrations=())
     with old.transaction() as db:
         db.execute("INSERT INTO things VALUES ('a', 2)")
     old.close()
-    with pytest.raises(StateError, match="no_such_column"):
+    with pytest.raises(StateError) as caught:
         rows_of(path, add_colour, break_half_way)
+    prose(caught)
     assert version_of(path) == 2, "the first one is kept"
     assert rows_of(path, add_colour, paint_by_size) == [("a", 2, "red")]  # not blue
 
 
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path):
+def test_a_file_that_is_none_of_ours_is_refused(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     path.write_bytes(b"no database at all, but long enough to be read as one" * 100)
-    with pytest.raises(StateError, match=r"state\.sqlite: not a state file of hone"):
+    with pytest.raises(StateError) as caught:
         Store(path, (SCHEMA,))
+    prose(caught)
+    assert place_of(caught).endswith("state.sqlite")
 
 
 def test_a_transaction_inside_another_is_an_error_and_no_deadlock(store: Store):
@@ -211,18 +219,20 @@ def fill_up(store: Store) -> None:
     writer.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def test_a_full_disk_is_named_and_loses_nothing(store: Store):
+def test_a_full_disk_is_named_and_loses_nothing(prose: Prose, store: Store):
     with store.transaction() as db:
         db.execute("INSERT INTO things VALUES ('a', 1)")
     fill_up(store)
     for durable in (True, False):
         with (
-            pytest.raises(DiskFull, match=r"state\.sqlite: the disk is full"),
+            pytest.raises(DiskFull) as caught,
             store.transaction(durable=durable) as db,
         ):
             db.executemany(
                 "INSERT INTO things VALUES (?, 2)", [(f"b{i:0400d}",) for i in range(200)]
             )
+        prose(caught)
+        assert place_of(caught).endswith("state.sqlite")
         assert names(store) == ["a"]
     store._writer.execute("PRAGMA max_page_count = 1000000")  # there is room again
     with store.transaction() as db:
@@ -230,22 +240,25 @@ def test_a_full_disk_is_named_and_loses_nothing(store: Store):
     assert names(store) == ["a", "b"]
 
 
-def test_without_a_free_descriptor_a_read_is_no_defect(tmp_path: Path):
+def test_without_a_free_descriptor_a_read_is_no_defect(prose: Prose, tmp_path: Path):
     store = Store(tmp_path / "state.sqlite", (SCHEMA,))  # no reader is open yet
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
-        with pytest.raises(StorageError, match="cannot be read or written at the moment"):
+        with pytest.raises(StorageError) as caught:
             names(store)
+        prose(caught)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert names(store) == []
     store.close()
 
 
-def test_starting_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_starting_on_a_full_disk_says_so(
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """And does not advise to move the state file away: there is nothing wrong with it."""
     path = tmp_path / "state.sqlite"
     Store(path, (SCHEMA,)).close()
@@ -258,8 +271,9 @@ def test_starting_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", on_a_full_disk)
-    with pytest.raises(DiskFull, match=r"the disk is full .*Free some space") as raised:
+    with pytest.raises(DiskFull) as raised:
         Store(path, (SCHEMA, "CREATE TABLE IF NOT EXISTS others (name TEXT);"))
+    prose(raised)
     assert "move" not in str(raised.value)
 
 
@@ -282,16 +296,17 @@ def locked(path: Path, *, readers: bool = False) -> Iterator[None]:
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_lock_of_another_process_is_a_storage_error_and_changes_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch, durable: bool
+    prose: Prose, store: Store, monkeypatch: pytest.MonkeyPatch, durable: bool
 ):
     monkeypatch.setattr(database, "BUSY_S", 0.01)
     with locked(store.path):
         for _ in range(2):
             with (
-                pytest.raises(StorageError, match="another process holds a lock on this file"),
+                pytest.raises(StorageError) as caught,
                 store.transaction(durable=durable),
             ):
                 pass
+            prose(caught)
         assert names(store) == []  # and readers read
     with store.transaction(durable=durable) as db:
         db.execute("INSERT INTO things VALUES ('a', 1)")
@@ -344,15 +359,16 @@ class Clock:
 
 
 def test_a_locked_file_is_a_state_file_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(database, "BUSY_S", 0.01)
     path = tmp_path / "state.sqlite"
     Store(path, (SCHEMA,)).close()
     for readers in (True, False):
         with locked(path, readers=readers):
-            with pytest.raises(StorageError, match="holds a lock") as raised:
+            with pytest.raises(StorageError) as raised:
                 Store(path, (SCHEMA,))
+            prose(raised)
             assert "backup, or move" not in str(raised.value)
     Store(path, (SCHEMA,)).close()
 
@@ -384,33 +400,37 @@ def test_a_store_for_queries_leaves_a_closed_file_as_it_was(tmp_path: Path):
     server.close()
 
 
-def test_a_store_for_queries_needs_no_write_lock(store: Store):
+def test_a_store_for_queries_needs_no_write_lock(prose: Prose, store: Store):
     with store.transaction() as db:
         db.execute("INSERT INTO things VALUES ('a', 1)")
     with locked(store.path):
         reading = Store(store.path, None)
         assert names(reading) == ["a"]
-        with pytest.raises(StorageError, match="readonly"):
+        with pytest.raises(StorageError) as caught:
             reading.query("INSERT INTO things VALUES ('b', 2)")
+        prose(caught)
         reading.close()
 
 
 def test_a_store_for_queries_says_that_a_file_is_locked_newer_or_none_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(database, "BUSY_S", 0.01)
     path = tmp_path / "state.sqlite"
     Store(path, (SCHEMA,)).close()
-    with locked(path, readers=True), pytest.raises(StorageError, match="holds a lock"):
+    with locked(path, readers=True), pytest.raises(StorageError) as caught:
         names(Store(path, None))
+    prose(caught)
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {NEWER}")
-    with pytest.raises(StateError, match="newer hone"):
+    with pytest.raises(StateError) as caught:
         names(Store(path, None))
+    prose(caught)
     for content in (b"", b"no database at all, but long enough to be read as one" * 100):
         path.write_bytes(content)
         for log in tmp_path.glob("*-*"):
             log.unlink()
-        with pytest.raises(StateError, match=r"not a state file of hone .* Name the root"):
+        with pytest.raises(StateError) as caught:
             names(Store(path, None))
+        prose(caught)
         assert contents(tmp_path) == {"state.sqlite": content}

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 
 from hone.errors import BadRequest
 from hone.wire.anthropic_blocks import BILLING
@@ -227,90 +228,84 @@ def test_keys_that_change_nothing_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "says"),
+    ("fields", "param"),
     [
-        ({"max_tokens": None}, "max_tokens", "missing"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
-        ({"max_tokens": "9"}, "max_tokens", "valid integer, got '9'"),
-        ({"top_k": 2**63}, "top_k", "less than 2147483648"),
-        ({"messages": []}, "messages", "at least 1"),
-        ({"messages": None}, "messages", "missing"),
-        ({"model": None}, "model", "missing"),
-        ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"stop_sequences": "x"}, "stop_sequences", "valid list"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]", "at least 1 character"),
-        ({"stop_sequence": ["x"]}, "stop_sequence", "Did you mean 'stop_sequences'?"),
-        ({"prompt": "x"}, "prompt", "no such key"),
-        ({"mcp_servers": []}, "mcp_servers", "not in this version; call MCP servers"),
-        ({"container": "x"}, "container", "no code execution"),
-        ({"thinking": {"type": "on"}}, "thinking.type", "'enabled', 'disabled' or 'adaptive'"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "missing; type tool needs it"),
-        ({"tool_choice": "auto"}, "tool_choice", "got 'auto'"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"model": None}, "model"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"stop_sequence": ["x"]}, "stop_sequence"),
+        ({"prompt": "x"}, "prompt"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "tools[0]",
-            "got a tool of type 'web_search_20250305'; this server runs no tools",
         ),
-        ({"system": 3}, "system", "valid string"),
-        ({"system": [{"type": "image", "source": PNG}]}, "system[0]", "type 'image'"),
+        ({"system": 3}, "system"),
+        ({"system": [{"type": "image", "source": PNG}]}, "system[0]"),
     ],
 )
-def test_a_wrong_key_is_named(fields: dict[str, Any], param: str, says: str):
+def test_a_wrong_key_is_named(prose: Prose, fields: dict[str, Any], param: str):
     error = refused(**fields)
-    assert error.param == param and says in str(error), error
+    assert error.param == param
+    prose(str(error))
 
 
 @pytest.mark.parametrize(
-    ("sent", "param", "says"),
+    ("sent", "param"),
     [
-        ("hello", "messages[0]", "expected role 'user' or 'assistant' and content"),
-        ({"role": "tool", "content": "x"}, "messages[0]", "expected role"),
-        ({"role": {}, "content": "x"}, "messages[0]", "expected role"),
-        ({"role": "user"}, "messages[0].content", "got None"),
-        ({"role": "user", "content": []}, "messages[0].content", "at least one content block"),
-        ({"role": "user", "content": ["x"]}, "messages[0].content[0]", "got 'x'"),
+        ("hello", "messages[0]"),
+        ({"role": "tool", "content": "x"}, "messages[0]"),
+        ({"role": {}, "content": "x"}, "messages[0]"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": []}, "messages[0].content"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         (
             {"role": "user", "content": [{"type": "image", "source": PNG}]},
             "messages[0].content[0]",
-            "type 'image'; this model reads text only",
         ),
         (
             {"role": "user", "content": [{"type": "document", "source": PNG}]},
             "messages[0].content[0]",
-            "type 'document'",
         ),
         (
             {"role": "user", "content": [result("a", [{"type": "image", "source": PNG}])]},
             "messages[0].content[0].content[0]",
-            "type 'image'",
         ),
         (
             {"role": "user", "content": [use("a", "f")]},
             "messages[0].content[0]",
-            "expected a block of type text, tool_result",
         ),
         (
             {"role": "user", "content": [{"type": "text", "text": 3}]},
             "messages[0].content[0].text",
-            "expected text, got 3",
         ),
         (
             {"role": "user", "content": [{"type": "tool_result"}]},
             "messages[0].content[0].tool_use_id",
-            "expected text",
         ),
         (
             {"role": "assistant", "content": [{**use("a", "f"), "input": "{}"}]},
             "messages[0].content[0].input",
-            "expected an object, got '{}'",
         ),
-        ({"role": "assistant", "content": "The answer is ("}, "messages", "prefill"),
+        ({"role": "assistant", "content": "The answer is ("}, "messages"),
     ],
 )
-def test_a_wrong_message_is_named(sent: Any, param: str, says: str):
+def test_a_wrong_message_is_named(prose: Prose, sent: Any, param: str):
     error = refused(messages=[sent])
-    assert error.param == param and says in str(error), error
+    assert error.param == param
+    prose(str(error))
 
 
 def test_counting_needs_no_max_tokens():

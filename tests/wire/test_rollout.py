@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prose import Prose
 
 from hone.errors import BadRequest
 from hone.wire.rollout import RolloutScope
@@ -47,21 +48,21 @@ def test_outside_a_rollout_there_is_nothing_to_read():
 
 
 @pytest.mark.parametrize(
-    ("headers", "segment", "message"),
+    ("headers", "segment"),
     [
-        ({"X-Hone-Rollout": "a"}, "b", "the address says rollout 'b' and X-Hone-Rollout 'a'; send"),
-        ({"X-Hone-Rollout": "a b"}, None, "at most 200, and begin with a letter or a digit"),
-        ({"X-Hone-Step": "1"}, None, "X-Hone-Step is for rollouts, and this request names none"),
-        ({"X-Hone-Step": "1"}, "r,step=2", "the address says step '2' and X-Hone-Step '1'"),
-        ({}, "r,temperature=1e9", "temperature is '1e9'; use 0 for greedy"),
-        ({}, "r,step=1.5", "step is '1.5'; use the number of a step"),
-        ({}, "r,function=a..b", "function is 'a..b'; use names of letters"),
-        ({}, "r,alias=gpt-4o", "alias is 'gpt-4o'; use ALIAS=MODEL"),
-        ({}, "r,rollout=s", "has 'rollout=s' after its id"),
-        ({"X-Hone-Function": "f" * 513}, "r", "X-Hone-Function has 513 characters; at most 512"),
+        ({"X-Hone-Rollout": "a"}, "b"),
+        ({"X-Hone-Rollout": "a b"}, None),
+        ({"X-Hone-Step": "1"}, None),
+        ({"X-Hone-Step": "1"}, "r,step=2"),
+        ({}, "r,temperature=1e9"),
+        ({}, "r,step=1.5"),
+        ({}, "r,function=a..b"),
+        ({}, "r,alias=gpt-4o"),
+        ({}, "r,rollout=s"),
+        ({"X-Hone-Function": "f" * 513}, "r"),
     ],
 )
-def test_what_cannot_be_read_is_refused(headers: dict[str, str], segment: str | None, message: str):
+def test_what_cannot_be_read_is_refused(prose: Prose, headers: dict[str, str], segment: str | None):
     with pytest.raises(BadRequest) as raised:
         RolloutScope.parse(headers, segment)
-    assert message in str(raised.value)
+    prose(raised)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.prose import Prose
 from tests.workflow.rollouts import one_answer, one_frozen_answer, why
 
 from hone.config.build import Builder, Served, build
@@ -227,12 +228,12 @@ async def test_working_directories_can_be_kept(
 # ---- how it fails -------------------------------------------------------------------------------
 
 
-async def test_exit_status_and_stderr_are_the_failure(tmp_path: Path):
+async def test_exit_status_and_stderr_are_the_failure(prose: Prose, tmp_path: Path):
     script = "echo one >&2; echo 'two: no such tool' >&2; exit 3"
     result = await result_of(tmp_path, {"command": ["sh", "-c", script]})
     assert why(result) == ("infrastructure", "exit_status")
     assert result.failure is not None
-    assert result.failure.failure.message == "sh exited with status 3: two: no such tool"
+    prose(result.failure.failure.message)
     assert result.failure.failure.traceback == "one\ntwo: no such tool"
 
     policy = {"command": ["sh", "-c", script], "policy_failure_exit_codes": [3]}
@@ -241,9 +242,7 @@ async def test_exit_status_and_stderr_are_the_failure(tmp_path: Path):
     killed = await result_of(tmp_path, {"command": ["sh", "-c", "kill -9 $$"]})
     assert why(killed) == ("infrastructure", "killed")
     assert killed.failure is not None
-    assert killed.failure.failure.message == (
-        "sh was killed by SIGKILL, and printed nothing to stderr"
-    )
+    prose(killed.failure.failure.message)
 
 
 TRACEBACK = r'Traceback (most recent call last):\n  File "agent.py", line 7\n'
@@ -311,32 +310,32 @@ async def test_the_place_of_a_program_s_failure_is_read_from_its_stderr(tmp_path
     assert result.failure is not None and result.failure.failure.place == "agent.py:7"
 
 
-def test_a_code_cannot_be_the_policy_s_and_not(tmp_path: Path):
+def test_a_code_cannot_be_the_policy_s_and_not(prose: Prose, tmp_path: Path):
     codes = {"policy_failure_exit_codes": [3, 4], "infrastructure_exit_codes": [4, 5]}
     file = tmp_path / "config.yml"
     file.write_text(yaml.safe_dump({"workflow": {"_type": "command", "command": ["x"], **codes}}))
-    with pytest.raises(
-        ConfigError, match="exit code 4 is in policy_failure_exit_codes and in infra"
-    ):
+    with pytest.raises(ConfigError) as caught:
         read(file)
+    prose(caught)
 
 
-async def test_a_program_that_does_not_end_in_time_is_killed(tmp_path: Path):
+async def test_a_program_that_does_not_end_in_time_is_killed(prose: Prose, tmp_path: Path):
     quiet = await result_of(tmp_path, {"command": ["sleep", "60"], "timeout_s": 0.2})
     assert why(quiet) == ("infrastructure", "timeout")
     assert quiet.failure is not None
-    assert quiet.failure.failure.message == "sleep did not end within timeout_s=0.2 and was killed"
+    prose(quiet.failure.failure.message)
     # Of the harness's own deadline too, and the directory is gone when it returns.
     harness = await result_of(tmp_path, {"command": ["sleep", "60"]}, timeout_s=0.2)
     assert why(harness) == ("infrastructure", "timeout")
 
 
-async def test_output_is_bounded_and_may_be_any_bytes(tmp_path: Path):
+async def test_output_is_bounded_and_may_be_any_bytes(prose: Prose, tmp_path: Path):
     endless = {"command": ["yes"], "max_output_bytes": 1000}
     result = await result_of(tmp_path, endless)
     assert why(result) == ("infrastructure", "output_too_large")
     assert result.failure is not None
-    assert "yes printed more than max_output_bytes=1000 and was killed" in str(result.failure)
+    assert result.failure is not None
+    prose(result.failure.failure.message)
 
     large = {"command": ["sh", "-c", "yes | head -c 3000 > o"], "output_file": "o"}
     assert why(await result_of(tmp_path, {**large, "max_output_bytes": 1000})) == (
@@ -354,47 +353,47 @@ async def test_output_is_bounded_and_may_be_any_bytes(tmp_path: Path):
     assert garbage == "a\N{REPLACEMENT CHARACTER}\0b"
 
 
-async def test_a_program_that_reads_no_input_gets_a_large_one_anyway(tmp_path: Path):
+async def test_a_program_that_reads_no_input_gets_a_large_one_anyway(prose: Prose, tmp_path: Path):
     assert await output_of(tmp_path, {"command": ["echo", "ok"]}, "x" * 5_000_000) == "ok"
     argument = {"command": ["echo", "{input}"]}
     for input in ("x" * 5_000_000, "a\0b"):
         result = await result_of(tmp_path, argument, input)
         assert why(result) == ("infrastructure", "not_started")
-        assert "Leave {input} out of the command" in str(result.failure)
+        assert result.failure is not None
+        prose(result.failure.failure.message)
 
 
-async def test_an_output_file_that_was_not_written_is_a_failure(tmp_path: Path):
+async def test_an_output_file_that_was_not_written_is_a_failure(prose: Prose, tmp_path: Path):
     result = await result_of(tmp_path, {"command": ["true"], "output_file": "answer.txt"})
     assert why(result) == ("infrastructure", "no_output")
-    assert "its output_file 'answer.txt' cannot be read: No such file" in str(result.failure)
+    assert result.failure is not None
+    prose(result.failure.failure.message)
 
 
 @pytest.mark.parametrize(
-    ("workflow", "message"),
+    "workflow",
     [
-        ({"command": ["no-such-program-x1"]}, "command: there is no program 'no-such-program-x1'"),
-        ({"command": ["./missing.sh"]}, "command: there is no program '.*/missing.sh'"),
-        ({"command": "echo hi"}, "command: got 'echo hi'; expected a list"),
-        ({"command": []}, r"command: got \[\]; List should have at least 1 item"),
-        ({"command": ["cat", {"input": None}]}, 'write it in quotes: "{input}"'),
-        ({"command": ["cat", "{inputs}"]}, r"command\[1\]: no placeholder is called {inputs}. Did"),
-        (
-            {"command": ["cat", "{output_file}"]},
-            "command has {output_file}, and output_file is not",
-        ),
-        ({"command": ["cat"], "output_file": "../x"}, "'../x' must be a path inside the working"),
-        ({"command": ["cat"], "env": {"A": "{base_ur}"}}, "env.A: no placeholder is called"),
-        ({"command": ["cat"], "workdir": "nowhere"}, "workdir: .*nowhere is not a directory"),
-        ({"command": ["cat"], "files": ["nothing"]}, "files: there is no .*nothing"),
-        ({"command": ["cat"], "llm": "mm"}, "llms has no 'mm'. Did you mean 'm'?"),
+        {"command": ["no-such-program-x1"]},
+        {"command": ["./missing.sh"]},
+        {"command": "echo hi"},
+        {"command": []},
+        {"command": ["cat", {"input": None}]},
+        {"command": ["cat", "{inputs}"]},
+        {"command": ["cat", "{output_file}"]},
+        {"command": ["cat"], "output_file": "../x"},
+        {"command": ["cat"], "env": {"A": "{base_ur}"}},
+        {"command": ["cat"], "workdir": "nowhere"},
+        {"command": ["cat"], "files": ["nothing"]},
+        {"command": ["cat"], "llm": "mm"},
     ],
 )
 async def test_mistakes_are_found_before_the_first_rollout(
-    tmp_path: Path, workflow: dict[str, Any], message: str
+    prose: Prose, tmp_path: Path, workflow: dict[str, Any]
 ):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         async with building(tmp_path, workflow) as builder:
             await builder.get_workflow()
+    prose(caught)
 
 
 # ---- what it leaves behind ----------------------------------------------------------------------

@@ -30,6 +30,7 @@ from anthropic import AsyncAnthropic
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from tests.evaluation.made import call
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran, why
 
@@ -175,7 +176,7 @@ async def test_after_an_answer_that_was_cut_only_what_cannot_read_it_is_the_toke
     assert reads.__name__ in failure.traceback
 
 
-async def test_a_bug_of_the_agent_after_whole_answers_says_nothing_of_limits():
+async def test_a_bug_of_the_agent_after_whole_answers_says_nothing_of_limits(prose: Prose):
     async with serving(Endpoint(Reply("ok"))) as url:
         llm = model(url)
 
@@ -186,7 +187,8 @@ async def test_a_bug_of_the_agent_after_whole_answers_says_nothing_of_limits():
         result = await ran(agent)
         await llm.close()
     assert why(result) == ("policy", "agent_error")
-    assert result.failure is not None and result.failure.failure.message == "'no such key'"
+    assert result.failure is not None
+    prose(result.failure.failure.message)
 
 
 FULL = {"error": {"message": "too long", "code": "context_length_exceeded"}}
@@ -346,7 +348,7 @@ async def test_a_conversation_too_long_for_anthropic_s_client(answered: bool):
     ],
 )
 async def test_errors_of_anthropic_s_client_are_told_apart_too(
-    replies: list[Reply], expected: tuple[str, str]
+    prose: Prose, replies: list[Reply], expected: tuple[str, str]
 ):
     async with serving(Endpoint(*replies)) as url:
         root = url.removesuffix("/v1") if replies else "http://127.0.0.1:9"
@@ -360,7 +362,8 @@ async def test_errors_of_anthropic_s_client_are_told_apart_too(
         result = await ran(agent)
     assert why(result) == expected
     if not replies:
-        assert "127.0.0.1:9/v1/messages cannot be reached" in str(result.failure)
+        assert result.failure is not None
+        prose(result.failure.failure.message)
 
 
 # ---- the table: what was raised, after which calls, is whose failure -----------------------------

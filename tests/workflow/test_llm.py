@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from tests.prose import Prose, place_of
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
@@ -115,12 +116,13 @@ def test_an_address_is_one_that_can_be_reached(address: str, expected: str):
 
 
 @pytest.mark.parametrize("wrong", ["localhost:8000", "8000", "", "ftp://x/v1"])
-def test_an_address_that_is_none_is_refused(wrong: str):
-    with pytest.raises(ConfigError, match=f"base_url is '{wrong}'; it must look like http://127"):
+def test_an_address_that_is_none_is_refused(prose: Prose, wrong: str):
+    with pytest.raises(ConfigError) as caught:
         dialled(wrong)
+    prose(caught)
 
 
-async def test_the_seed_s_entry(tmp_path: Path):
+async def test_the_seed_s_entry(prose: Prose, tmp_path: Path):
     llm = await made(
         tmp_path,
         "_type: openai, model_name: Qwen/Qwen2.5-3B-Instruct, api_key: default, temperature: 0.4, "
@@ -132,13 +134,18 @@ async def test_the_seed_s_entry(tmp_path: Path):
     entry = "_type: openai, model: m, base_url: 'http://localhost:8000/v1', api_type: responses"
     llm = await made(tmp_path, entry)
     assert llm.api_type == "responses"
-    with pytest.raises(ConfigError, match=r"use llm\.client\.responses\.create"):
+    with pytest.raises(ConfigError) as caught:
         await llm.chat([], stream=True)
+    prose(caught)
 
 
-async def test_the_environment_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match=r"llms\.chat: https://api\.openai\.com/v1 needs a key"):
+async def test_the_environment_is_asked_last(
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ConfigError) as caught:
         await made(tmp_path, "_type: openai, model: gpt")
+    prose(caught)
+    assert place_of(caught).endswith("config.yml:2")
     monkeypatch.setenv("OPENAI_API_KEY", "from env")
     monkeypatch.setenv("OPENAI_BASE_URL", "https://proxy.example/v1")
     llm = await made(tmp_path, "_type: openai, model: gpt")
@@ -147,7 +154,7 @@ async def test_the_environment_is_asked_last(tmp_path: Path, monkeypatch: pytest
     assert (llm.base_url, llm.api_key) == ("http://[::1]:1", "k")
 
 
-async def test_a_trainable_model_is_where_it_is_served(tmp_path: Path):
+async def test_a_trainable_model_is_where_it_is_served(prose: Prose, tmp_path: Path):
     served = Served("http://127.0.0.1:7/v1", "secret", "default/mine", "localhost")
     llm = await made(tmp_path, "_type: trainable, temperature: 1.0", served)
     assert (llm.base_url, llm.api_key, llm.model) == (served.base_url, "secret", "default/mine")
@@ -157,8 +164,10 @@ async def test_a_trainable_model_is_where_it_is_served(tmp_path: Path):
         tmp_path, "_type: trainable, model: m, base_url: 'http://0.0.0.0:9/v1'", served
     )
     assert (llm.base_url, llm.model) == ("http://127.0.0.1:9/v1", "m")
-    with pytest.raises(ConfigError, match=r"llms\.chat: base_url is not set, and nothing serves"):
+    with pytest.raises(ConfigError) as caught:
         await made(tmp_path, "_type: trainable")
+    prose(caught)
+    assert place_of(caught).endswith("config.yml:2")
 
 
 async def test_inside_a_rollout_the_training_server_has_a_url_for_it(tmp_path: Path):
@@ -188,33 +197,35 @@ async def test_in_a_training_run_an_entry_sends_what_its_part_in_it_is(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    "entry",
     [
-        ("_type: openai", "model_name is not set; name the model"),
-        ("_type: openai, model: a, model_name: b", "has both 'model' and 'model_name'"),
-        ("_type: openai, model: a, num_retries: 2", "num_retries is 2: not in this version"),
-        ("_type: openai, model: a, retry_on_errors: [x]", r"retry_on_errors is \['x'\]: not in"),
-        ("_type: openai, model: a, api_type: assistants", "api_type"),
-        ("_type: trainable, base_url: 'http://a/v1'", "base_url is set and model_name is not"),
-        ("_type: openai, model: a, temperature: -1", "temperature"),
-        ("_type: openai, model: a, temprature: 1", "temprature.*Did you mean 'temperature'"),
+        "_type: openai",
+        "_type: openai, model: a, model_name: b",
+        "_type: openai, model: a, num_retries: 2",
+        "_type: openai, model: a, retry_on_errors: [x]",
+        "_type: openai, model: a, api_type: assistants",
+        "_type: trainable, base_url: 'http://a/v1'",
+        "_type: openai, model: a, temperature: -1",
+        "_type: openai, model: a, temprature: 1",
     ],
 )
 async def test_what_is_wrong_with_an_entry_is_found_in_the_file(
-    tmp_path: Path, entry: str, message: str
+    prose: Prose, tmp_path: Path, entry: str
 ):
-    with pytest.raises(ConfigProblems, match=message):
+    with pytest.raises(ConfigProblems) as caught:
         await made(tmp_path, entry)
+    prose(caught)
 
 
-async def test_a_framework_s_client_is_not_there_yet(tmp_path: Path):
+async def test_a_framework_s_client_is_not_there_yet(prose: Prose, tmp_path: Path):
     file = tmp_path / "config.yml"
     file.write_text("llms: {chat: {_type: openai, model: m, base_url: 'http://localhost:1'}}\n")
     async with build(read(file)) as builder:
         assert isinstance(builder, Builder)
         assert await builder.get_llm("chat", "openai") is await builder.get_llm("chat")
-        with pytest.raises(NotInThisVersion, match="wrapper_type='langchain'"):
+        with pytest.raises(NotInThisVersion) as caught:
             await builder.get_llm("chat", wrapper_type="langchain")
+        prose(caught)
 
 
 def test_keys_of_the_entry_and_what_becomes_of_them():
@@ -273,7 +284,7 @@ async def test_a_server_is_asked_whether_it_has_addresses_for_rollouts():
             await llm.close()
 
 
-async def test_a_conversation_goes_on_with_the_messages_that_were_answered():
+async def test_a_conversation_goes_on_with_the_messages_that_were_answered(prose: Prose):
     endpoint = Endpoint(Reply("", tools=[("look", "{}")]), Reply("done"))
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     async with serving(endpoint) as url:
@@ -292,20 +303,18 @@ async def test_a_conversation_goes_on_with_the_messages_that_were_answered():
             {"type": "function_call", "call_id": "t0", "name": "look", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "t0", "output": "a\nb"},
         ]
-        for wrong, why in (
-            ({"role": "user", "content": [image]}, r"messages\[0\] has a part of type 'image_url'"),
-            ("hi", r"messages\[0\] is a str"),
-            ({"content": "hi"}, "a message or a tool has no 'role'"),
-        ):
-            with pytest.raises(ConfigError, match=why):
+        for wrong in ({"role": "user", "content": [image]}, "hi", {"content": "hi"}):
+            with pytest.raises(ConfigError) as caught:
                 await llm.chat([wrong])
+            prose(caught)
         await llm.close()
 
 
-async def test_a_response_that_failed_is_no_empty_answer():
+async def test_a_response_that_failed_is_no_empty_answer(prose: Prose):
     failed = {"status": "failed", "error": {"code": "server_error", "message": "boom"}}
     async with serving(Endpoint(Reply("", top=failed))) as url:
         llm = LLM(base_url=url, model="m", api_type="responses", max_retries=0)
-        with pytest.raises(AgentFailed, match="/v1/responses: the response is failed: boom"):
+        with pytest.raises(AgentFailed) as caught:
             await llm.chat(ASK)
+        prose(caught)
         await llm.close()

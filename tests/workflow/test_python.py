@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.config.build import build
@@ -127,55 +128,48 @@ anything = 3
 
 
 @pytest.mark.parametrize(
-    ("workflow", "message"),
+    "workflow",
     [
-        ("target: agent", "target is 'agent'; it must be package.module:function, or file.py:"),
-        ("target: 'a.py:'", "target is 'a.py:'; it must be package.module:function"),
-        ("target: 'missing.py:agent'", "'missing.py:agent': there is no file .*missing.py"),
-        ("target: 'no.such.module:agent'", "'no.such.module:agent' cannot be imported: No module"),
-        ("target: 'broken_c3.py:agnt'", "has no 'agnt'. Did you mean 'agent'?"),
-        ("target: 'broken_c3.py:anything'", "'broken_c3.py:anything' is int 3; it must be a func"),
-        ("target: 'broken_c3.py:nothing'", r"takes no input: its parameters are \(\); the first"),
-        ("target: 'broken_c3.py:wants'", "has the parameter 'llm', and llm is not set beside it"),
-        (
-            "target: 'broken_c3.py:wants_functions'",
-            "has the parameter 'functions', and functions is not set beside it; set it to keys",
-        ),
-        (
-            "target: 'broken_c3.py:agent', llm: m",
-            "has no parameter 'llm', but llm is set. Its parameters: input, model_name.",
-        ),
-        (
-            "target: 'broken_c3.py:agent', args: {modelname: a}",
-            "has no parameter 'modelname', but args.modelname is set. Did you mean 'model_name'?",
-        ),
-        ("target: 'broken_c3.py:pieces'", "'broken_c3.py:pieces' yields its output in pieces"),
-        ("target: 'broken_c3.py:plain_pieces'", "plain_pieces' yields its output in pieces"),
-        ("target: 'broken_c3.py:only_llm', llm: m", "takes no input: its parameters are .llm."),
+        "target: agent",
+        "target: 'a.py:'",
+        "target: 'missing.py:agent'",
+        "target: 'no.such.module:agent'",
+        "target: 'broken_c3.py:agnt'",
+        "target: 'broken_c3.py:anything'",
+        "target: 'broken_c3.py:nothing'",
+        "target: 'broken_c3.py:wants'",
+        "target: 'broken_c3.py:wants_functions'",
+        "target: 'broken_c3.py:agent', llm: m",
+        "target: 'broken_c3.py:agent', args: {modelname: a}",
+        "target: 'broken_c3.py:pieces'",
+        "target: 'broken_c3.py:plain_pieces'",
+        "target: 'broken_c3.py:only_llm', llm: m",
     ],
 )
 async def test_what_cannot_be_called_is_found_when_it_is_built(
-    tmp_path: Path, workflow: str, message: str
+    prose: Prose, tmp_path: Path, workflow: str
 ):
     (tmp_path / "broken_c3.py").write_text(BROKEN)
     more = "llms: {m: {_type: openai, model: m, base_url: 'http://127.0.0.1:9/v1'}}\n"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         async with build(document(tmp_path, workflow, more)) as builder:
             await builder.get_workflow()
+    prose(caught)
 
 
-async def test_a_file_that_fails_while_it_loads_is_told_as_it_is(tmp_path: Path):
+async def test_a_file_that_fails_while_it_loads_is_told_as_it_is(prose: Prose, tmp_path: Path):
     (tmp_path / "fails_c4.py").write_text("import no_such_thing_c4\n")
-    with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_thing_c4'"):
+    with pytest.raises(ConfigError) as refused:
         load_target("fails_c4.py:run", tmp_path)
-    for source, message in (
-        ("x = 1\n1 / 0\n", "fails_c5.py:2: ZeroDivisionError: division by zero"),
-        ("import json\njson.loads('')\n", "fails_c5.py:2: JSONDecodeError: Expecting value"),
-        ("def run(input:\n", "fails_c5.py:1: SyntaxError: '(' was never closed"),
-        ("raise SystemExit(4)\n", "fails_c5.py:1: SystemExit: 4"),
+    prose(refused)
+    for source in (
+        "x = 1\n1 / 0\n",
+        "import json\njson.loads('')\n",
+        "def run(input:\n",
+        "raise SystemExit(4)\n",
     ):
         (tmp_path / "fails_c5.py").write_text(source)
-        with pytest.raises(ConfigError, match=r"'fails_c5.py:run' cannot be loaded: ") as caught:
+        with pytest.raises(ConfigError) as caught:
             load_target("fails_c5.py:run", tmp_path)
-        assert f"{tmp_path}/{message}" in str(caught.value)
+        prose(caught)
         assert "fails_c5" not in sys.modules

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran, why
 
@@ -110,7 +111,7 @@ async def test_more_plain_functions_run_at_once_than_a_pool_has_threads():
 # ---- deadlines --------------------------------------------------------------------------------
 
 
-async def test_a_deadline_before_any_answer_is_infrastructure():
+async def test_a_deadline_before_any_answer_is_infrastructure(prose: Prose):
     async with serving(Endpoint(Reply(gate=asyncio.Event()))) as url:
         llm = model(url)
 
@@ -122,9 +123,7 @@ async def test_a_deadline_before_any_answer_is_infrastructure():
     assert why(result) == ("infrastructure", "timeout")
     assert result.failure is not None
     failure = result.failure.failure
-    assert failure.message == (
-        "the rollout did not end within 0.3 s; it had sent 1 calls, of which 0 were answered"
-    )
+    prose(failure.message)
     assert "in agent" in failure.traceback and "test_run.py" in failure.traceback
     assert result.calls[0].error == "CancelledError"
 
@@ -286,13 +285,14 @@ async def test_inputs_are_run_through_the_workflow_of_a_file(tmp_path: Path):
     assert [body["max_tokens"] for body in endpoint.bodies] == [9, 9, 9]
 
 
-def test_nothing_to_run_on_is_an_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"give --input TEXT or --input_file FILE"):
+def test_nothing_to_run_on_is_an_error(prose: Prose, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
         run_inputs(RunOptions(tmp_path / "c.yml"))
-    with pytest.raises(ConfigError, match=r"--input_file .*missing: No such file"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         run_inputs(RunOptions(tmp_path / "c.yml", input_file=tmp_path / "missing"))
+    prose(caught)
     (tmp_path / "picture").write_bytes(b"ab\xbd")
-    with pytest.raises(
-        ConfigError, match=r"picture: not UTF-8 text \(invalid start byte at byte 2"
-    ):
+    with pytest.raises(ConfigError) as caught:
         run_inputs(RunOptions(tmp_path / "c.yml", input_file=tmp_path / "picture"))
+    prose(caught)
