@@ -50,7 +50,7 @@ def start(settings: dict[str, Any]) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hone.inference.embedded import EmbeddedEngine
+    from hone.inference.embedded.engine import EmbeddedEngine
     from hone.models.decoder import Decoder
 
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ from bench.gpu_serve import (
     say,
 )
 from hone.backends.remote import RemoteBackend
-from hone.inference.vllm_process import WORKER
+from hone.inference.vllm.process import WORKER
 from hone.model import TrainableModel
 from hone.trajectory import JobRequest
 from hone.types import JobEvent, JobInfo

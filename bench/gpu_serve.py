@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu import SHAPES
-from hone.inference.vllm_args import MAX_CPU_LORAS
+from hone.inference.vllm.args import MAX_CPU_LORAS
 
 PROMPTS = 64
 """Different prompts; each is asked again and again, as the rollouts of a group are."""
@@ -181,7 +181,7 @@ def hone_server(options: argparse.Namespace) -> Iterator["Server"]:
         yield Server(options.url)
         return
     port = _free_port()
-    command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(options.scratch / "root")]
+    command = [sys.executable, "-m", "hone", "serve", "--root", str(options.scratch / "root")]
     command += ["--port", str(port), "--inference-port", "-1", "--engine", "vllm"]
     command += ["--engine-python", options.engine_python]
     with _server(command, options.scratch / "hone.log", f"http://127.0.0.1:{port}") as server:

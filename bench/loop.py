@@ -94,7 +94,7 @@ def measured(directory: Path, model: Path, epochs: int) -> list[float]:
 
 
 def _finetune(directory: Path) -> None:
-    command = [sys.executable, "-m", "hone.cli", "finetune", "--config_file=train.yml"]
+    command = [sys.executable, "-m", "hone", "finetune", "--config_file=train.yml"]
     ran = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

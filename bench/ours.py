@@ -28,7 +28,7 @@ def start(settings: dict[str, Any]) -> Answer:
 
 def _engine(settings: dict[str, Any]) -> Answer:
     from hone.inference.base import AdapterRef, Sampling, complete
-    from hone.inference.embedded import EmbeddedEngine
+    from hone.inference.embedded.engine import EmbeddedEngine
 
     engine = EmbeddedEngine.open(settings["model"], kv_budget_bytes=2 << 30)
     adapter = AdapterRef("bench", 1, settings["sha256"])

@@ -79,8 +79,8 @@ def start(settings: dict[str, Any]) -> Any:
     import torch
 
     from hone.inference.base import AdapterRef
-    from hone.inference.embedded import EmbeddedEngine
-    from hone.learner.worker import LearnerProcess, LearnerSpec
+    from hone.inference.embedded.engine import EmbeddedEngine
+    from hone.learner.process import LearnerProcess, LearnerSpec
 
     torch.set_num_threads(THREADS)
     model, adapter = Path(settings["model"]), Path(settings["adapter"])

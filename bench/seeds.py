@@ -126,7 +126,7 @@ def finetune_command(example: Path, settings: Sequence[Sequence[object]]) -> lis
         "--validation_dataset": "data/heldout.jsonl",
         "--validation_config_file": "heldout.yml",
     }
-    command = [sys.executable, "-m", "hone.cli", "finetune", "--validation_interval", "100"]
+    command = [sys.executable, "-m", "hone", "finetune", "--validation_interval", "100"]
     command += [part for flag, name in files.items() for part in (flag, str(example / name))]
     return command + [str(part) for key, value in settings for part in ("-o", key, value)]
 

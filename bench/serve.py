@@ -125,11 +125,11 @@ class _Server:
     async def _up(self, root: Path, *, instant: bool) -> tuple[Any, str]:
         from tests.fakes import ScriptedEngine
 
-        from hone.inference.embedded import EmbeddedEngine
+        from hone.inference.embedded.engine import EmbeddedEngine
         from hone.models.files import load_tokenizer
         from hone.models.find import find
-        from hone.server.app import create_apps
-        from hone.server.listen import serving
+        from hone.server.http.app import create_apps
+        from hone.server.http.listen import serving
         from hone.server.run import without_gc_pauses
         from hone.server.settings import Settings
         from hone.server.state import State
@@ -244,7 +244,7 @@ class _ServerProcess:
     def __init__(self, root: Path, model: str) -> None:
         self._model = model
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(root)]
+        command = [sys.executable, "-m", "hone", "serve", "--root", str(root)]
         self._process = subprocess.Popen(
             [*command, "--port", "0", "--inference-port", "-1"],
             stdin=subprocess.PIPE,  # its end ends the server

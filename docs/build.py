@@ -25,26 +25,29 @@ from pydantic_core import PydanticUndefined
 from yaml_reference import bound, yaml_reference
 
 from hone.chat import bridge
-from hone.cli import EXITS, app
-from hone.events import TYPES as EVENTS
+from hone.cli.app import EXITS, app
+from hone.files.events import TYPES as EVENTS
+from hone.files.rollout_record import CallRecord, FailureRecord, RolloutRecord, StepRecord
 from hone.finetune.adapter_config import ScheduledTrainConfig
-from hone.metric_names import JOB_METRICS
-from hone.rollout_record import CallRecord, FailureRecord, RolloutRecord, StepRecord
-from hone.server.app import create_apps
+from hone.server.http.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import Metrics
 from hone.train_config import ART_LEARNING_RATE, TrainConfig, TrainSFTConfig
+from hone.wire.metric_names import JOB_METRICS
 
 STANDARD = {"help", "install_completion", "show_completion"}
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
-    *("config", "workflow", "capture", "evaluation", "nat", "finetune"),
-    *("interchange", "report", "sinks"),
-    *("backends", "wire", "server", "store", "chat", "inference", "learner", "models"),
+    *("cli", "files", "tasks", "config", "capture", "workflow", "evaluation", "finetune"),
+    *("loggers", "report", "backends"),
+    *("wire", "wire/openai", "wire/anthropic"),
+    *("server", "server/http", "server/serve", "server/train", "store", "chat"),
+    *("inference", "inference/embedded", "inference/vllm", "learner", "models"),
     *("art", "art/serverless", "art/utils"),
+    *(f"integrations{name}" for name in ("", "/frameworks", "/loggers", "/interchange", "/nat")),
 )
 """The folders in the order in which data visits them."""
 TREE = ("<!-- source tree -->\n", "<!-- /source tree -->")

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import settings
 from tests import processes
 
-from hone import redact
+from hone.files import redact
 
 if TYPE_CHECKING:
     from hone import LocalBackend

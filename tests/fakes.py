@@ -15,6 +15,7 @@ from typing import Any
 
 from hone.config.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from hone.errors import EngineError, EngineFailed
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.base import (
     RoundRequest,
     TrainerAdapter,
@@ -37,7 +38,6 @@ from hone.inference.base import (
     SampledToken,
     Sampling,
 )
-from hone.rollout_record import FailureRecord, RolloutRecord
 
 Answer = str | Sequence[int]
 """Text is encoded, and the end of the turn added; ids are given back as they are."""

@@ -13,7 +13,7 @@ from tests.server.conftest import write_model
 from typer.testing import CliRunner
 
 import hone
-from hone.cli import EXITS, app
+from hone.cli.app import EXITS, app
 
 ROOT = Path(__file__).parents[1]
 
@@ -163,7 +163,7 @@ def test_an_empty_path_is_not_the_current_directory(
 @pytest.mark.e2e
 def test_a_stdout_that_cannot_be_written_is_one_line_and_one_for_head_is_none(tmp_path: Path):
     def hone_to(stdout: int, *arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "hone.cli", *arguments]
+        command = [sys.executable, "-m", "hone", *arguments]
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
         return done.returncode, done.stderr
 
@@ -268,7 +268,7 @@ def test_every_exit_status_is_explained():
 def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):
     def hone_models(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "hone.cli", "models", *arguments],
+            [sys.executable, "-m", "hone", "models", *arguments],
             env=os.environ,
             capture_output=True,
             text=True,

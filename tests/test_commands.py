@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hone.cli import app
+from hone.cli.app import app
 from hone.config import registry
 
 AGENT = """

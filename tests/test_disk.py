@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import DiskFull
+from hone.files.disk import append_lines, open_lines, write_atomic
 
 LONG = b"y" * 3 * 2**20
 

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from tests.finetune.runs import REST
 
 from hone.errors import DiskFull, StateError
-from hone.event_log import EventLog, EventReader, read
-from hone.events import (
+from hone.files.event_log import EventLog, EventReader, read
+from hone.files.events import (
     EpochCollected,
     Event,
     JobDone,

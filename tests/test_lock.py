@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hone.errors import ConfigError, Conflict
-from hone.lock import LockFile, holder, lock_directory
+from hone.files.lock import LockFile, holder, lock_directory
 
 HOLD = (
-    "import sys; from pathlib import Path; from hone.lock import lock_directory; "
+    "import sys; from pathlib import Path; from hone.files.lock import lock_directory; "
     "held = lock_directory(Path(sys.argv[1]), 'l', command='hone eval', key='a.b'); "
     "print('held', flush=True); sys.stdin.read()"
 )

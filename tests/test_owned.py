@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hone.errors import StateError
-from hone.owned import MARK, is_owned, make_owned, remove_owned
+from hone.files.owned import MARK, is_owned, make_owned, remove_owned
 
 
 def test_a_directory_with_the_mark_is_emptied_and_removed(tmp_path: Path):

@@ -83,7 +83,7 @@ def test_what_they_need_in_turn_is_pinned_too():
 
 @pytest.mark.e2e
 def test_both_halves_load_in_one_process_and_need_no_variable():
-    modules = "hone.cli, hone.finetune.run, hone.server.run, hone.learner.learner"
+    modules = "hone.cli.app, hone.finetune.run, hone.server.run, hone.learner.learner"
     code = f"import {modules}, sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env={}, capture_output=True, text=True
@@ -130,12 +130,12 @@ MAY_SLEEP = {
     # Between two attempts to reach a server, up to its patience; and, while a request waits for an
     # engine, between two looks at what it does to start, which are only shown.
     "backends/http.py": 2,
-    "inference/embedded.py": 1,  # a publish steps aside for running samples; it waits for nothing
-    "inference/vllm.py": 1,  # vLLM's workers tell nothing by themselves: asked up to a deadline
+    "inference/embedded/engine.py": 1,  # a publish steps aside for running samples; it waits for nothing
+    "inference/vllm/engine.py": 1,  # vLLM's workers tell nothing by themselves: asked up to a deadline
     "retries.py": 2,  # hone.retry: between two attempts of the user's own function
     # After the end of the session: between two attempts to reach a logger's service, up to its
     # timeout, and between two looks at what another process of the same logger has sent.
-    "sinks/worker.py": 1,
+    "loggers/child.py": 1,
     "server/supervision.py": 1,  # the hour of the next pruning, later after failures
     # A rollout's deadline, then what the server held its calls; a call that is held is not polled.
     "workflow/deadline.py": 1,

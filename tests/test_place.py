@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hone.place import place_in, place_of, place_waited_at
+from hone.files.place import place_in, place_of, place_waited_at
 from hone.trajectory import failure_of
 
 SOURCE = """

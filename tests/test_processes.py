@@ -17,7 +17,7 @@ SERVER, INSTALLER = "starts a server", "installs packages or makes an environmen
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ([PYTHON, "-m", "hone.cli", "serve", "--root", "r"], SERVER),
+        ([PYTHON, "-m", "hone", "serve", "--root", "r"], SERVER),
         ([PYTHON, "-W", "error", "-m", "hone", "serve-workflow", "--port", "0"], SERVER),
         (["/venv/bin/hone", "--log-level", "debug", "finetune"], SERVER),
         ([PYTHON, "-m", "uvicorn", "app:app"], SERVER),
@@ -32,8 +32,8 @@ SERVER, INSTALLER = "starts a server", "installs packages or makes an environmen
         ([b"npm", b"ci"], INSTALLER),
         # What a test may start: a program that works for it alone.
         ([PYTHON, "-m", "hone.learner.child"], None),
-        ([PYTHON, "-P", "-m", "hone.sinks.worker"], None),
-        ([PYTHON, "-m", "hone.cli", "validate", "--config_file=serve.yml"], None),
+        ([PYTHON, "-P", "-m", "hone.loggers.child"], None),
+        ([PYTHON, "-m", "hone", "validate", "--config_file=serve.yml"], None),
         ([PYTHON, "-c", "print('serve')"], None),
         (["sh", "-c", "echo serve"], None),
         (["git", "status"], None),
@@ -45,7 +45,7 @@ def test_what_only_an_e2e_test_may_start(command: list[str], why: str | None) ->
 
 
 def test_it_is_refused_before_it_starts_and_remembered(tmp_path: Path) -> None:
-    command = [PYTHON, "-m", "hone.cli", "serve", "--root", str(tmp_path / "root")]
+    command = [PYTHON, "-m", "hone", "serve", "--root", str(tmp_path / "root")]
     with pytest.raises(RuntimeError, match=r"this test starts a server .*pytest\.mark\.e2e"):
         subprocess.run(command, check=True)
     with pytest.raises(RuntimeError, match="this test makes an environment"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.redact import (
+from hone.files.redact import (
     HIDDEN,
     add_secrets,
     is_placeholder,

@@ -10,9 +10,9 @@ import pytest
 from tests.server.conftest import MakeServer, MakeState, make_server, make_state, tokenizer
 from typer.testing import CliRunner
 
-from hone.cli import app
-from hone.lock import LockFile
-from hone.root_commands import size
+from hone.cli.app import app
+from hone.cli.root import size
+from hone.files.lock import LockFile
 from hone.server.state import State
 from hone.store.checkpoints import OPTIMIZER
 from hone.store.jobs import Pin

@@ -23,13 +23,13 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from hone import LocalBackend
-from hone.cli import app
+from hone.cli.app import app
+from hone.cli.serve_workflow import ServeWorkflowOptions, serve_workflow
 from hone.errors import ConfigError
 from hone.evaluation.base import EvalOptions
 from hone.evaluation.run import evaluate
 from hone.finetune.run import FinetuneOptions, finetune
-from hone.serve_workflow import ServeWorkflowOptions, serve_workflow
-from hone.server import listen
+from hone.server.http import listen
 from hone.workflow.endpoint import endpoint_url, open_endpoint
 from hone.workflow.run import run_rollout
 
@@ -83,11 +83,11 @@ def length(item):
 
 LIMITED = """
 import pathlib, sys
-from hone.serve_workflow import Limits, ServeWorkflowOptions as Options, serve_workflow
+from hone.cli.serve_workflow import Limits, ServeWorkflowOptions as Options, serve_workflow
 limits = Limits(max_body_bytes=1000, body_timeout_s=0.2, header_timeout_s=0.2)
 serve_workflow(Options(pathlib.Path(sys.argv[1][len("--config_file="):]), port=0, limits=limits), print)
 """
-COMMAND = ("-m", "hone.cli", "serve-workflow")
+COMMAND = ("-m", "hone", "serve-workflow")
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _python(code: str) -> str:
 def test_the_command_line_says_its_help_without_torch():
     code = (
         "import sys\n"
-        "from hone.cli import main\n"
+        "from hone.cli.app import main\n"
         "sys.argv = ['hone', '--help']\n"
         "try:\n"
         "    main()\n"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         trajectory_group_batches,
     )
     from hone.model import Model, TrainableModel
-    from hone.retries import retry
+    from hone.tasks.retries import retry
     from hone.train_config import TrainConfig, TrainSFTConfig
     from hone.trajectory import History, Trajectory, TrajectoryGroup
     from hone.types import Call, Messages, MessagesAndChoices, Tools

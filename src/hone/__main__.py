@@ -25,7 +25,7 @@ GRACE_S = 5
 def main() -> None:
     """The `hone` command."""
     signal.signal(signal.SIGINT, _leave)
-    from hone.cli import main as run  # imported here: this is the import that takes so long
+    from hone.cli.app import main as run  # imported here: this is the import that takes so long
 
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

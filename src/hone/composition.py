@@ -14,8 +14,9 @@ from typing import Any
 from hone.config import plugins
 from hone.evaluation import datasets, evaluators, judge, ruler
 from hone.finetune import adapter, builder, dataset_builder, objectives, trainer
-from hone.sinks import langfuse, mlflow, openpipe, otel, tensorboard, trackio, wandb
-from hone.workflow import adk, command, http, langgraph, llama_index, llm, python
+from hone.integrations.frameworks import adk, langgraph, llama_index
+from hone.integrations.loggers import langfuse, mlflow, openpipe, otel, tensorboard, trackio, wandb
+from hone.workflow import command, http, llm, python
 
 __all__ = [
     "NemoToolkit",
@@ -49,12 +50,12 @@ class NemoToolkit:
     """Imports NeMo Agent Toolkit, which takes seconds, when a document needs it."""
 
     def register(self) -> tuple[str, ...]:
-        from hone.nat import components
+        from hone.integrations.nat import components
 
         return components.register()
 
     def check_section(self, name: str, value: Any) -> None:
-        from hone.nat import document
+        from hone.integrations.nat import document
 
         document.check_section(name, value)
 

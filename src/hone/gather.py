@@ -14,8 +14,8 @@ from itertools import islice
 from typing import TypeVar
 
 from hone.errors import ConfigError
-from hone.progress import Progress
-from hone.tally import (
+from hone.tasks.progress import Progress
+from hone.tasks.tally import (
     Share,
     Tally,
     cancel_all,

@@ -32,6 +32,7 @@ from hone.types import (
     ModelSpec,
     Rank,
     TrainConfig,
+    model_directory,
     stored_name,
 )
 
@@ -83,7 +84,7 @@ class Model(BaseModel, Generic[ConfigT]):
     @classmethod
     def _can_be_reported(cls, names: list[str] | None) -> list[str] | None:
         if names:
-            from hone.sinks import reporter  # imported here: `import hone` should stay fast
+            from hone.loggers import reporter  # imported here: `import hone` should stay fast
 
             reporter.check(names)
         return names
@@ -195,7 +196,7 @@ class Model(BaseModel, Generic[ConfigT]):
         """Send metrics to the loggers of `report_metrics`; returns immediately."""
         if self.report_metrics is None and "WANDB_API_KEY" not in os.environ:
             return
-        from hone.sinks import reporter
+        from hone.loggers import reporter
 
         if names := reporter.logger_names(self.report_metrics):
             known = self.model_dump(include={"name", "project", "base_model", "entity"})
@@ -205,7 +206,7 @@ class Model(BaseModel, Generic[ConfigT]):
 
     @property
     def _directory(self) -> Path:
-        return model_files.model_directory(self.base_path, self.project, self.name)
+        return model_directory(self.base_path, self.project, self.name)
 
     def read_state(self) -> dict[str, Any] | None:
         """The saved state, or None."""

@@ -12,19 +12,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hone.disk import append_lines, storage, write_atomic
 from hone.errors import ConfigError, StateError
-from hone.redact import redact_json
-from hone.tally import as_float
+from hone.files.disk import append_lines, storage, write_atomic
+from hone.files.redact import redact_json
+from hone.tasks.tally import as_float
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import stored_name
 
 Logged = Iterable[Trajectory | TrajectoryGroup | BaseException]
-
-
-def model_directory(base_path: str | Path, project: str, name: str) -> Path:
-    """Where the files of a model are, on a server or here. Nothing else is under `projects`."""
-    return Path(base_path) / "projects" / stored_name(project) / "models" / stored_name(name)
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:

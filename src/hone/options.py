@@ -5,7 +5,7 @@ Out:  fields of ModelSpec, keys of TrainConfig; a ConfigError for what hone cann
 
 Every option is honoured, refused with the reason, or listed as having no effect. An option that
 would change the result is never ignored. The SDK and the routes for ART's clients use these tables;
-those for keys of PEFT, Unsloth, vLLM and TRL are in server/model_args.py.
+those for keys of PEFT, Unsloth, vLLM and TRL are in server/train/model_args.py.
 """
 
 import logging

@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hone.credit import Baseline, Credit
+Credit = Literal["outcome", "per_call", "return_to_go"]
+"""The reward of a call: the trajectory's, its own, or the sum of its own and all later ones."""
+Baseline = Literal["group", "batch"]
+"""What is subtracted from rewards: the mean of their group, or of the whole job."""
+
 
 LossName = Literal["grpo", "dapo", "dr_grpo", "cispo", "dpo", "sft"]
 DpoPairs = Literal["best_worst", "all"]

@@ -30,9 +30,10 @@ from pydantic import (
     model_validator,
 )
 
-from hone.place import place_of
-from hone.redact import redact
-from hone.tally import run_rollouts
+from hone.files.place import place_of
+from hone.files.redact import redact
+from hone.tasks.tally import run_rollouts
+from hone.train_config import Credit
 from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tools
 
 
@@ -362,3 +363,33 @@ def _message(item: Any) -> dict[str, Any]:
     if "tool_calls" in more:
         more["tool_calls"] = [_as_dict(call) for call in more["tool_calls"]]
     return plain | more
+
+
+# ---- values that are compared -----------------------------------------------------------------
+
+FLAT = 1e-6
+"""Values within this fraction of the largest magnitude count as equal."""
+
+
+def call_values(
+    reward: float, shaped_rewards: Sequence[float] | None, credit: Credit
+) -> list[float]:
+    """The values of a trajectory: its reward, or one value per trained call."""
+    if credit == "outcome":
+        return [reward]
+    assert shaped_rewards is not None, f"{credit} without shaped_rewards passed samples.py"
+    if credit == "per_call":
+        return list(shaped_rewards)
+    return [sum(shaped_rewards[i:]) for i in range(len(shaped_rewards))]
+
+
+def columns(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Column i holds the i-th value of every row that has one."""
+    longest = max(map(len, values), default=0)
+    return [[row[c] for row in values if len(row) > c] for c in range(longest)]
+
+
+def is_flat(values: Sequence[float]) -> bool:
+    """Whether all values are equal up to rounding."""
+    low, high = min(values), max(values)
+    return high - low <= FLAT * max(abs(low), abs(high))

@@ -66,6 +66,11 @@ def stored_name(name: str) -> str:
     return f"{words or 'model'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+def model_directory(base_path: str | Path, project: str, name: str) -> Path:
+    """Where the files of a model are, on a server or here. Nothing else is under `projects`."""
+    return Path(base_path) / "projects" / stored_name(project) / "models" / stored_name(name)
+
+
 RolloutId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:-]{0,199}$")]
 """`RUN:REST` belongs to the open run RUN; without a colon, to none."""
 

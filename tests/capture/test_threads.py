@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 import hone
 from hone.capture.base import current
 from hone.capture.httpx import client_patches
-from hone.workflow.loop import run_loop
+from hone.tasks.loop import run_loop
 
 SUBMIT = ThreadPoolExecutor.__dict__["submit"]
 

@@ -15,7 +15,7 @@ from hone.chat.tool_choice import ToolChoice
 from hone.errors import BadRequest
 from hone.inference.base import Constraint
 from hone.inference.grammar import Grammars
-from hone.wire.output_format import output_format
+from hone.wire.openai.output_format import output_format
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
 STRICT = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}

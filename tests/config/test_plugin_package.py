@@ -117,7 +117,7 @@ async def test_it_trains_from_its_yaml(write: Callable[..., Path], parrot: int):
 def test_hone_finetune_runs_it(write: Callable[..., Path], parrot: int, plugin: Path):
     write(ROWS, "rows.jsonl")
     write(YAML)
-    command = [sys.executable, "-m", "hone.cli", "finetune", "--config_file=a.yml"]
+    command = [sys.executable, "-m", "hone", "finetune", "--config_file=a.yml"]
     done = subprocess.run(
         [*command, "-o", "finetuning.num_epochs", "2", "-o", "trainers.t.stop_at", "0.8"],
         env={**os.environ, "PYTHONPATH": str(plugin)},

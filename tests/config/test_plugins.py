@@ -22,7 +22,7 @@ MINE = {
 def hone(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own, whose only plugins are those under `path`."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, "-m", "hone.cli", *arguments]
+    command = [sys.executable, "-m", "hone", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hone import cli
+from hone.cli import app
 from hone.config.secrets import HIDDEN, Secrets
 
 
@@ -103,12 +103,12 @@ def test_an_evaluation_writes_no_secret(tmp_path: Path, monkeypatch: pytest.Monk
     Path("rows.json").write_text(json.dumps([{"id": "1", "question": "q", "answer": "q m"}]))
     for key, value in (("llms.policy.model_name", "m"), ("llms.policy.api_key", "sk-of-an-option")):
         command = ["eval", "--config_file=config.yml", "-o", key, value]
-        result = CliRunner().invoke(cli.app, command)
+        result = CliRunner().invoke(app.app, command)
         assert result.exit_code == 0, result.output
     assert "${AGENT_API_KEY}" in Path("out/config_original.yml").read_text()
     written = CONFIG.replace("${AGENT_API_KEY}", "sk-of-the-file")
     Path("config.yml").write_text(f"# proxy: http://me:sk-of-a-proxy@host\n{written}")
-    result = CliRunner().invoke(cli.app, ["eval", "--config_file=config.yml"])
+    result = CliRunner().invoke(app.app, ["eval", "--config_file=config.yml"])
     assert result.exit_code == 0, result.output
     files = [file for file in Path("out").rglob("*") if file.is_file()]
     assert len(files) > 3

@@ -23,7 +23,7 @@ def test_the_trained_model_answers_every_class(tmp_path: Path, seed: int):
     for block in blocks(ROOT / "docs/quickstart.md"):
         if "file" in block.marks:
             (tmp_path / block.marks["file"]).write_text(block.code, encoding="utf-8")
-    command = [sys.executable, "-m", "hone.cli", "finetune", "--config_file", "config.yml"]
+    command = [sys.executable, "-m", "hone", "finetune", "--config_file", "config.yml"]
     command += ["--validation_dataset", "heldout.jsonl", "-o", "finetuning.seed", str(seed)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -48,7 +48,7 @@ def serving(root: Path, environment: dict[str, str], *options: str) -> Iterator[
     root.parent.mkdir(parents=True, exist_ok=True)
     output = root.with_name(f"{root.name}.output")
     ready, tell = os.pipe()
-    command = [sys.executable, "-m", "hone.cli", "serve", "--root", str(root)]
+    command = [sys.executable, "-m", "hone", "serve", "--root", str(root)]
     command += ["--port", "0", "--inference-port", "0", *options]
     with output.open("wb") as out:
         process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Finetune:
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "hone.cli", "finetune", *self.arguments, *more],
+            [sys.executable, "-m", "hone", "finetune", *self.arguments, *more],
             cwd=self.directory,
             env=self.environment,
             stdout=subprocess.PIPE,

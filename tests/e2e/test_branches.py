@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.e2e.conftest import QWEN, Finetune, Server
 
-from hone.metric_names import JOB_METRICS
+from hone.wire.metric_names import JOB_METRICS
 
 pytestmark = pytest.mark.slow
 

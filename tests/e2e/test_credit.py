@@ -10,7 +10,7 @@ import torch
 from tests.e2e.conftest import COMMIT, QWEN, Finetune, Server
 from tests.e2e.test_branches import CONFIG
 
-from hone.model_files import model_directory
+from hone.types import model_directory
 
 pytestmark = pytest.mark.slow
 

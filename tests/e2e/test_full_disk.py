@@ -20,7 +20,7 @@ def test_a_run_whose_files_cannot_grow_ends_with_the_readable_error(
     program = (
         "import resource, sys; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 10, resource.RLIM_INFINITY)); "
-        "from hone.cli import main; sys.argv[0] = 'hone'; main()"
+        "from hone.cli.app import main; sys.argv[0] = 'hone'; main()"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, "finetune", *finetune.arguments],

@@ -29,9 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from hone import LocalBackend, TrainableModel
 from hone.errors import HoneError
-from hone.model_files import model_directory
 from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
-from hone.types import JobInfo
+from hone.types import JobInfo, model_directory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 

@@ -25,15 +25,15 @@ from tests.sinks import file_sink
 from hone import LocalBackend
 from hone.config.base import first_missing
 from hone.errors import ServerError
-from hone.event_log import EventLog
+from hone.files.event_log import EventLog
 from hone.inference.base import Constraint
 from hone.inference.grammar import Grammars
-from hone.inference.vllm_process import VllmProcess, require_vllm
-from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.inference.vllm.process import VllmProcess, require_vllm
+from hone.learner.process import LearnerProcess, LearnerSpec
+from hone.loggers import process as loggers
 from hone.models import wheels
 from hone.models.files import load_tokenizer
 from hone.models.find import find
-from hone.sinks import loggers
 from hone.workflow.guard import Guard
 
 SOURCE = ROOT / "src" / "hone"
@@ -201,7 +201,7 @@ def test_no_child_imports_from_the_working_directory(
 
 SAFE = {"-P", "-I"}
 ALLOWED = {
-    "inference/vllm_process.py": "Python 3.10 has no -P: PYTHONSAFEPATH, or another directory",
+    "inference/vllm/process.py": "Python 3.10 has no -P: PYTHONSAFEPATH, or another directory",
     "server/workers.py": "multiprocessing: `hone serve` sets PYTHONSAFEPATH",
     "workflow/process.py": "the agent's program: it imports the files beside it",
 }
@@ -256,5 +256,5 @@ def test_every_place_that_starts_python_is_known():
         unsafe += [f"{name}: {command}" for command in commands if not SAFE & {*command[1:2]}]
         if _starts(tree) and not commands:
             starting.add(name)
-    assert starting == {*ALLOWED} - {"inference/vllm_process.py"}, "state why each is safe"
+    assert starting == {*ALLOWED} - {"inference/vllm/process.py"}, "state why each is safe"
     assert all(line.partition(":")[0] in ALLOWED for line in unsafe), unsafe

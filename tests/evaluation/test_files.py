@@ -16,7 +16,7 @@ from hone.errors import ConfigError, Conflict, StateError
 from hone.evaluation.base import EvalOptions, Score, output_of
 from hone.evaluation.files import OutputDir
 from hone.evaluation.results import ItemResult
-from hone.lock import lock_directory
+from hone.files.lock import lock_directory
 from hone.types import Failure
 from hone.workflow.run import RolloutFailure, RolloutResult
 

@@ -25,7 +25,7 @@ Example = Callable[[str, str], ModuleType]
 FOLDERS = ("04_langgraph", "05_adk", "06_llama_index", "07_node_agent")
 TASK = EXAMPLES / "04_langgraph"
 # hone's own dependencies come from the environment of the tests, after the framework's.
-RUN_HONE = "import site, sys; site.addsitedir({!r}); from hone.cli import main; main()"
+RUN_HONE = "import site, sys; site.addsitedir({!r}); from hone.cli.app import main; main()"
 
 
 @pytest.fixture(scope="module")

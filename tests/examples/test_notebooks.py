@@ -15,7 +15,7 @@ from tests.examples.notebook import code_cells, is_parameters, read, run_cells, 
 from tests.server.conftest import write_model
 
 from hone import LocalBackend
-from hone.model_files import model_directory
+from hone.types import model_directory
 
 TIC_TAC_TOE = Path("tic_tac_toe/tic-tac-toe.ipynb")
 TEMPORAL_CLUE = Path("temporal-clue.ipynb")

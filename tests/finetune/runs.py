@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hone.events import Event, parse
+from hone.files.events import Event, parse
 
 Line = dict[str, Any]
 

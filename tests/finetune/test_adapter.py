@@ -17,7 +17,7 @@ from tests.sdk.standin import StandIn, refusal
 from hone import LocalBackend, RemoteBackend
 from hone.backends import http
 from hone.errors import ConfigError, Conflict, Unprocessable, Unreachable
-from hone.event_log import EventLog
+from hone.files.event_log import EventLog
 from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import (
     TrainingJobRef,

@@ -12,7 +12,7 @@ from tests.finetune.trainers import Bench, evaluation, rising
 from tests.finetune.worlds import finetuning
 
 from hone.evaluation.base import EvalOutputItem
-from hone.event_log import EventLog
+from hone.files.event_log import EventLog
 from hone.finetune.base import TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.trainer import EpochTrainer

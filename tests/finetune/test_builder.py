@@ -14,8 +14,8 @@ from tests.finetune.worlds import World, metadata, world
 import hone
 from hone import LocalBackend
 from hone.errors import ConfigError, Conflict, PolicyFailure
-from hone.event_log import EventLog, read
-from hone.events import RolloutDone
+from hone.files.event_log import EventLog, read
+from hone.files.events import RolloutDone
 from hone.finetune.base import EpisodeItem, EpisodeItemRole, TrajectoryCollection
 from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.rerender import conversations

@@ -14,8 +14,8 @@ from tests.patience import PATIENCE_S
 
 from hone import LocalBackend
 from hone.errors import ConfigError, PolicyFailure, Unavailable
-from hone.event_log import EventLog, read
-from hone.events import WarningLogged
+from hone.files.event_log import EventLog, read
+from hone.files.events import WarningLogged
 from hone.finetune.base import EpisodeItemRole
 from hone.finetune.builder import count_unscoped
 from hone.finetune.journal import Journal

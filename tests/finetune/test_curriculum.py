@@ -17,7 +17,6 @@ from tests.fakes import MemoryAdapter
 
 from hone import trajectory as sdk
 from hone.config.schema import CurriculumLearningConfig
-from hone.credit import Baseline, Credit
 from hone.finetune.adapter import HoneServerAdapter, HoneServerAdapterConfig
 from hone.finetune.base import (
     AdvantageSettings,
@@ -36,6 +35,7 @@ from hone.finetune.curriculum import (
     spreads,
 )
 from hone.learner.samples import make_samples
+from hone.train_config import Baseline, Credit
 from hone.types import Call, TrainConfig
 
 

@@ -18,8 +18,8 @@ from filelock import FileLock
 from tests.finetune.command import DOCUMENT, Command
 from tests.patience import PATIENCE_S
 
-from hone import interrupt
-from hone.interrupt import INTERRUPTED, Interrupts
+from hone.tasks import interrupt
+from hone.tasks.interrupt import INTERRUPTED, Interrupts
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -105,7 +105,7 @@ def test_a_program_that_listens_itself_keeps_listening():
 
 STUBBORN = """
 import asyncio, threading, time
-from hone.interrupt import Interrupts
+from hone.tasks.interrupt import Interrupts
 
 async def run(interrupts):
     interrupts.cancel_on_interrupt()
@@ -227,7 +227,7 @@ def test_a_server_that_is_starting_is_ended_at_once(tmp_path: Path):
     orphan.wait()
     (root / "server.owner").write_text(str(orphan.pid))
     with FileLock(root / "server.lock"):
-        finetune = [sys.executable, "-m", "hone.cli", "finetune", f"--config_file={command.file}"]
+        finetune = [sys.executable, "-m", "hone", "finetune", f"--config_file={command.file}"]
         process = subprocess.Popen(
             ["sh", "-c", '"$@" & echo $!; wait $!', "sh", *finetune],
             cwd=tmp_path,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hone.errors import ConfigError, Conflict, StateError
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.base import (
     EpisodeItem,
     EpisodeItemRole,
@@ -19,7 +20,6 @@ from hone.finetune.base import (
 )
 from hone.finetune.journal import Journal, Start, plan_start
 from hone.finetune.records import trajectory_of
-from hone.rollout_record import FailureRecord, RolloutRecord
 
 FACTS = {"llms": {"a": {"temperature": 0.4}}, "finetuning": {"seed": 0}}
 

@@ -11,7 +11,7 @@ from tests.finetune.command import DOCUMENT, Command, Parts
 
 from hone.config.problems import ConfigProblems
 from hone.errors import ConfigError, Conflict
-from hone.event_log import FILE, read
+from hone.files.event_log import FILE, read
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
 from hone.finetune.dataset_builder import ConversationBuilderConfig
 from hone.finetune.rerender import sdk_groups

@@ -18,12 +18,12 @@ from hone.evaluation.evaluators import ExactMatch
 from hone.evaluation.judge import LlmJudge
 from hone.evaluation.ruler import RulerConfig
 from hone.evaluation.run import Evaluation
-from hone.event_log import read
+from hone.files.event_log import read
+from hone.files.rollout_record import RolloutRecord, kinds_at_close
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.builder import RolloutBuilder, RolloutBuilderConfig
 from hone.finetune.journal import Journal
 from hone.report.history import RunHistory
-from hone.rollout_record import RolloutRecord, kinds_at_close
 from hone.workflow.function import Function
 from hone.workflow.llm import LLM
 

@@ -9,6 +9,8 @@ from tests.evaluation.made import call, item, step
 
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult
+from hone.files.redact import HIDDEN
+from hone.files.rollout_record import EpisodeItem, EpisodeItemRole, FailureRecord, RolloutRecord
 from hone.finetune.records import (
     Place,
     append_line,
@@ -16,9 +18,7 @@ from hone.finetune.records import (
     score_of_reward,
     without_secrets,
 )
-from hone.redact import HIDDEN
-from hone.rollout_record import EpisodeItem, EpisodeItemRole, FailureRecord, RolloutRecord
-from hone.sinks.base import LoggedRollout
+from hone.loggers.base import LoggedRollout
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.jsonable import plain

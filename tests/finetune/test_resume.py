@@ -9,7 +9,8 @@ from tests.finetune.runs import REST
 
 from hone.config.schema import CurriculumLearningConfig, EarlyStoppingConfig, FinetuneConfig
 from hone.evaluation.base import EvalInputItem
-from hone.events import Event, parse
+from hone.files.events import Event, parse
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.journal import Journal
 from hone.finetune.resume import (
     RunState,
@@ -20,7 +21,6 @@ from hone.finetune.resume import (
     rounds_of,
 )
 from hone.report.history import Validation
-from hone.rollout_record import FailureRecord, RolloutRecord
 
 ITEMS = [EvalInputItem(id=name, input_obj=name) for name in "abcd"]
 

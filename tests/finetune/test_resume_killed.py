@@ -17,8 +17,8 @@ from hone.config.schema import (
 )
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.event_log import FILE, EventLog, read
-from hone.events import EpochCollected
+from hone.files.event_log import FILE, EventLog, read
+from hone.files.events import EpochCollected
 from hone.finetune.base import Trainer, TrajectoryBuilder
 from hone.finetune.dataset_builder import ConversationBuilder, ConversationBuilderConfig
 from hone.finetune.journal import Journal

@@ -2,8 +2,8 @@
 
 import re
 
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.round_failures import infrastructure_error, none_collected, policy_warning
-from hone.rollout_record import FailureRecord, RolloutRecord
 
 
 def record(kind: str | None = None, reason: str = "", **fields: object) -> RolloutRecord:

@@ -15,10 +15,11 @@ from fastapi import FastAPI, Request, Response
 from tests.finetune import rehearsal
 from typer.testing import CliRunner
 
-from hone import LocalBackend, cli
+from hone import LocalBackend
+from hone.cli import app as cli
+from hone.files.redact import HIDDEN
 from hone.finetune.run import FinetuneOptions, finetune
-from hone.redact import HIDDEN
-from hone.server import listen
+from hone.server.http import listen
 
 TOKEN = "value/of the+agent-8Xq2"
 """Of the environment; nothing in its form says that it is a secret."""

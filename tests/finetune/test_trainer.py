@@ -14,7 +14,7 @@ from hone.config.schema import (
     EarlyStoppingConfig,
 )
 from hone.errors import ConfigError, PolicyFailure
-from hone.event_log import read
+from hone.files.event_log import read
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.trainer import EpochTrainer, RLTrainerConfig
 from hone.report.history import RunHistory

@@ -14,14 +14,14 @@ from hone.config.schema import EarlyStoppingConfig, ValidationConfig
 from hone.errors import PolicyFailure
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation
-from hone.event_log import EventLog, read
+from hone.files.event_log import EventLog, read
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.base import TrainingStatusEnum
 from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
 from hone.finetune.validation import Validator, missing
 from hone.report.comparison import Comparison, comparison
 from hone.report.history import RunHistory
-from hone.rollout_record import FailureRecord, RolloutRecord
 
 COMPLETED = TrainingStatusEnum.COMPLETED
 

@@ -15,7 +15,7 @@ from tests.server.api import job
 from tests.server.conftest import Server, write_model
 from tests.server.small_server import LearnerHere
 
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.server.settings import Settings
 from hone.server.state import State
 

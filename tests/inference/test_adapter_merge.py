@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.inference.adapter_merge import AdapterMerger
+from hone.inference.embedded.adapter_merge import AdapterMerger
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hone.inference.batch import attention_from_scores
+from hone.inference.embedded.batch import attention_from_scores
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -22,9 +22,9 @@ from tokenizers.models import WordLevel
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from hone.errors import ConfigError, EngineError, RequestTooLarge
-from hone.inference.adapter_merge import has_memory_for_copy
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.adapter_merge import has_memory_for_copy
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.inference.grammar import Grammars
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora

@@ -10,7 +10,7 @@ from tests.inference.test_embedded import write_adapter
 from tests.patience import PATIENCE_S
 
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 

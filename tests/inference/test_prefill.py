@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hone.inference.base import Sampling
-from hone.inference.batch import Chunk
-from hone.inference.blocks import Block
-from hone.inference.prefill import PrefillQueue
-from hone.inference.requests import Request
-from hone.inference.scheduler import Scheduler
-from hone.inference.scoring import Scorer
+from hone.inference.embedded.batch import Chunk
+from hone.inference.embedded.blocks import Block
+from hone.inference.embedded.prefill import PrefillQueue
+from hone.inference.embedded.requests import Request
+from hone.inference.embedded.scheduler import Scheduler
+from hone.inference.embedded.scoring import Scorer
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
 

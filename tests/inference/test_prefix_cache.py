@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.inference.blocks import Block
-from hone.inference.prefix_cache import PrefixCache
+from hone.inference.embedded.blocks import Block
+from hone.inference.embedded.prefix_cache import PrefixCache
 from hone.models.architecture import DecoderConfig
 
 LIKE = torch.zeros(1)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.inference.blocks import Block
-from hone.inference.prompt_batches import MemoryLimit, PromptBatches
+from hone.inference.embedded.blocks import Block
+from hone.inference.embedded.prompt_batches import MemoryLimit, PromptBatches
 from hone.models.architecture import DecoderConfig
 
 LIKE = torch.zeros(1)

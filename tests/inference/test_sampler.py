@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.inference.base import SampledToken, Sampling
+from hone.inference.embedded.sampler import SampleState, block_size, draw, random_stream
 from hone.inference.grammar import Matcher
-from hone.inference.sampler import SampleState, block_size, draw, random_stream
 
 
 def rows(count: int, **way: float) -> list[SampleState]:

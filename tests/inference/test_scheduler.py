@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hone.inference.base import SampledToken, Sampling
-from hone.inference.batch import Batch
-from hone.inference.requests import Request
-from hone.inference.scheduler import PROMPT_BATCH_SHARE, Scheduler
-from hone.inference.scoring import Scorer
+from hone.inference.embedded.batch import Batch
+from hone.inference.embedded.requests import Request
+from hone.inference.embedded.scheduler import PROMPT_BATCH_SHARE, Scheduler
+from hone.inference.embedded.scoring import Scorer
 from hone.models.decoder import Decoder
 
 TOKEN_BYTES = 512

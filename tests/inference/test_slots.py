@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.inference.blocks import Block
-from hone.inference.prompt_batches import MemoryLimit
-from hone.inference.slots import SlotPool, group_by_prompt, keep_slots, slot_capacity
+from hone.inference.embedded.blocks import Block
+from hone.inference.embedded.prompt_batches import MemoryLimit
+from hone.inference.embedded.slots import SlotPool, group_by_prompt, keep_slots, slot_capacity
 from hone.models.architecture import DecoderConfig
 
 LIKE = torch.zeros(1)

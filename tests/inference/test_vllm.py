@@ -36,9 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hone.errors import EngineError, EngineFailed
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
-from hone.inference.vllm import VllmEngine
-from hone.inference.vllm_adapter import StagedAdapter
-from hone.inference.vllm_process import VllmProcess, require_vllm
+from hone.inference.vllm.adapter import StagedAdapter
+from hone.inference.vllm.engine import VllmEngine
+from hone.inference.vllm.process import VllmProcess, require_vllm
 from hone.models.decoder import Decoder
 from hone.models.lora import tensors_sha256
 from hone.server.settings import Settings
@@ -537,7 +537,7 @@ async def test_no_process_of_vllm_listens_beyond_this_machine(engine: VllmEngine
 
 OWNER = """
 import sys, threading, time
-from hone.inference.vllm_process import VllmProcess, require_vllm
+from hone.inference.vllm.process import VllmProcess, require_vllm
 process = VllmProcess()
 arguments = [sys.argv[2], "--enforce-eager", "--max-model-len", "512", "--dtype", sys.argv[3]]
 arguments += ["--enable-lora"]

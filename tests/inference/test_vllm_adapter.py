@@ -16,10 +16,10 @@ from tests.inference.test_embedded import write_adapter
 from tests.prose import Prose
 
 from hone.errors import ConfigError, EngineError
-from hone.inference import vllm_worker
 from hone.inference.base import AdapterRef
-from hone.inference.vllm_adapter import StagedAdapter, combined, stage
-from hone.inference.vllm_worker import HoneWorker
+from hone.inference.vllm import extension as vllm_worker
+from hone.inference.vllm.adapter import StagedAdapter, combined, stage
+from hone.inference.vllm.extension import HoneWorker
 from hone.models.decoder import Decoder
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

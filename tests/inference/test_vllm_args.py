@@ -6,12 +6,12 @@ import pytest
 from tests.prose import Prose, place_of
 
 from hone.errors import ConfigError, EngineError
-from hone.inference.vllm_args import (
+from hone.inference.vllm.args import (
     check_arg,
     rank_limit,
     server_arguments,
 )
-from hone.inference.vllm_process import check_version, find_vllm, require_vllm
+from hone.inference.vllm.process import check_version, find_vllm, require_vllm
 
 KNOWN = {"gpu_memory_utilization", "max_num_seqs", "max_loras", "max_lora_rank", "max_model_len"}
 KNOWN |= {

@@ -20,10 +20,10 @@ from tests.prose import Prose
 from hone.errors import ConfigError, EngineError, EngineFailed, GrammarError
 from hone.inference.base import AdapterRef, Constraint, Sampling, complete
 from hone.inference.grammar import Grammars
-from hone.inference.vllm import VllmEngine
-from hone.inference.vllm_process import VllmProcess
-from hone.inference.vllm_server import VllmServer
-from hone.inference.vllm_worker import digest, tensor_name
+from hone.inference.vllm.engine import VllmEngine
+from hone.inference.vllm.extension import digest, tensor_name
+from hone.inference.vllm.process import VllmProcess
+from hone.inference.vllm.server import VllmServer
 from hone.models.decoder import Decoder
 from hone.models.lora import read_tensors
 

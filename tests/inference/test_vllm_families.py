@@ -18,8 +18,8 @@ from tests.inference.test_vllm import ARGS, DTYPE, ON_GPU, PYTHON
 from tests.learner.families import FAMILIES, LONGROPE, Family
 
 from hone.inference.base import AdapterRef, Sampling, complete
-from hone.inference.vllm import VllmEngine
-from hone.inference.vllm_process import require_vllm
+from hone.inference.vllm.engine import VllmEngine
+from hone.inference.vllm.process import require_vllm
 from hone.learner.transformers_body import TransformersBody
 from hone.models.lora import Lora
 

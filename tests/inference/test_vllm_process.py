@@ -21,10 +21,10 @@ from tests.patience import PATIENCE_S
 from tests.prose import Prose
 
 from hone.errors import ConfigError, EngineError, EngineFailed
-from hone.inference.vllm import VllmEngine
-from hone.inference.vllm_client import VllmClient
-from hone.inference.vllm_process import VllmProcess, require_vllm
-from hone.inference.vllm_server import VllmServer, start_server
+from hone.inference.vllm.client import VllmClient
+from hone.inference.vllm.engine import VllmEngine
+from hone.inference.vllm.process import VllmProcess, require_vllm
+from hone.inference.vllm.server import VllmServer, start_server
 
 pytestmark = pytest.mark.e2e
 
@@ -299,8 +299,8 @@ def test_workers_die_with_their_server(prose: Prose, python: str) -> None:
 
 OWNER = """
 import sys, time
-from hone.inference.vllm_client import VllmClient
-from hone.inference.vllm_process import VllmProcess, require_vllm
+from hone.inference.vllm.client import VllmClient
+from hone.inference.vllm.process import VllmProcess, require_vllm
 process = VllmProcess()
 process.start(require_vllm(sys.argv[1]), ["model"])
 print(process.pid, process.socket.parent, flush=True)

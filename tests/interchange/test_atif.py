@@ -7,9 +7,9 @@ import pytest
 from tests.prose import Prose
 
 from hone.errors import ConfigError
-from hone.interchange.atif import from_atif, is_atif, to_atif
-from hone.interchange.base import Conversation, ExportedRollout
-from hone.rollout_record import FailureRecord, RolloutRecord
+from hone.files.rollout_record import FailureRecord, RolloutRecord
+from hone.integrations.interchange.atif import from_atif, is_atif, to_atif
+from hone.integrations.interchange.base import Conversation, ExportedRollout
 from hone.types import Call, RecordedCall
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}

@@ -12,11 +12,11 @@ from tests.interchange.test_atif import recorded
 from typer.testing import CliRunner
 
 from hone import LocalBackend
-from hone.cli import app
-from hone.event_log import FILE, EventLog
+from hone.cli.app import app
+from hone.files.event_log import FILE, EventLog
+from hone.files.rollout_record import RolloutRecord
 from hone.finetune.journal import Journal
-from hone.interchange.rollouts import exported_rollouts
-from hone.rollout_record import RolloutRecord
+from hone.integrations.interchange.rollouts import exported_rollouts
 from hone.types import RecordedCall
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

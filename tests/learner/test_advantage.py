@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.credit import call_values, is_flat
 from hone.learner.advantage import advantages
+from hone.trajectory import call_values, is_flat
 
 
 def test_mean_is_subtracted_and_spread_divided_out():

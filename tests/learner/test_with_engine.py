@@ -10,7 +10,7 @@ from tests.conformance.engine import spelled, spelling_tokenizer
 from torch import Tensor
 
 from hone.inference.base import AdapterRef, Completion, Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.inference.grammar import Grammars
 from hone.learner.learner import Learner
 from hone.models.decoder import Decoder

@@ -18,7 +18,7 @@ from hone.errors import Cancelled, LearnerDied, SampleRefused, StorageError
 from hone.learner.child import NICENESS
 from hone.learner.learner import Learner
 from hone.learner.packed import pack_groups
-from hone.learner.worker import MARK, LearnerProcess, LearnerSpec, WorkerInfo
+from hone.learner.process import MARK, LearnerProcess, LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
 from hone.trajectory import TrajectoryGroup

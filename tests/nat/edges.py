@@ -23,8 +23,8 @@ from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
 from hone.evaluation.base import EvalInputItem
-from hone.nat.evaluator import ToolkitEvaluator
-from hone.nat.toolkit import Toolkit
+from hone.integrations.nat.evaluator import ToolkitEvaluator
+from hone.integrations.nat.toolkit import Toolkit
 
 URL = "http://127.0.0.1:9/v1"
 YAML = f"""

@@ -100,7 +100,7 @@ class Hone:
 
     def run(self, *arguments: str, fails: bool = False, script: Path | None = None) -> str:
         """What the command, or the script, wrote to stdout and stderr."""
-        program = ["-m", "hone.cli"] if script is None else [str(script)]
+        program = ["-m", "hone"] if script is None else [str(script)]
         done = subprocess.run(
             [self._python, *program, *arguments],
             cwd=self.place,
@@ -252,11 +252,11 @@ def prove_functions(hone: Hone, ready: dict[str, Any]) -> None:
 
 def prove_mixed(hone: Hone) -> None:
     """Functions of hone and of the toolkit call each other."""
-    (hone.place / "agent.py").write_text(AGENT)
+    (hone.files.place / "agent.py").write_text(AGENT)
     ours = "workflow: {_type: python, target: 'agent.py:run', functions: [draft]}\n"
     theirs = "workflow: {_type: write_report, draft: draft, check: check, tools: [count_words]}\n"
     for file, workflow in (("ours.yml", ours), ("theirs.yml", theirs)):
-        (hone.place / file).write_text(MIXED + workflow)
+        (hone.files.place / file).write_text(MIXED + workflow)
     output = hone.run("run", "--config_file=ours.yml", "--input", "the coat")
     show("a workflow of hone calls a function of the toolkit", "hone asked True" in output, output)
     counted = hone.run("run", "--config_file=theirs.yml", "--input", "the coat")
@@ -265,7 +265,7 @@ def prove_mixed(hone: Hone) -> None:
 
 def prove_endpoint(hone: Hone, ready: dict[str, Any]) -> None:
     """`hone serve-workflow` runs the toolkit's workflow, and `--endpoint` trains it there."""
-    name, hone_cli = "served_run", ["-m", "hone.cli"]
+    name, hone_cli = "served_run", ["-m", "hone"]
     model = ["-o", "llms.openpipe_llm.model_name", name]
     hone.log.unlink(missing_ok=True)
     run = ["-o", f"{ADAPTER}.backend.name", name, "-o", "finetuning.num_epochs", "2"]
@@ -299,8 +299,8 @@ def prove_toolkit_endpoint(hone: Hone) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     # Without the sections that need the toolkit's plugin for ART.
-    text = (hone.place / CONFIGS / "report.yml").read_text()
-    (hone.place / "serve.yml").write_text(text.partition("trajectory_builders:")[0])
+    text = (hone.files.place / CONFIGS / "report.yml").read_text()
+    (hone.files.place / "serve.yml").write_text(text.partition("trajectory_builders:")[0])
     served = ["-m", "nat.cli.main", "serve", "--config_file=serve.yml"]
     served += ["--host", "127.0.0.1", "--port", port]
     with hone.serve(served, f"http://127.0.0.1:{port}") as url:

@@ -8,11 +8,11 @@ from rich.console import Console
 from tests.finetune.runs import REST, STORIES, Story, events
 from tests.report.test_metrics import collected, rollout, started
 
-from hone.event_log import EventLog
-from hone.events import parse
-from hone.progress import write
+from hone.files.event_log import EventLog
+from hone.files.events import parse
 from hone.report import display
 from hone.report.display import BLOCKS, Display, State, sparks
+from hone.tasks.progress import write
 
 
 def stage(at: float, epoch: int, rollouts: int = 10) -> dict:
@@ -147,7 +147,7 @@ def test_one_picture_on_a_terminal_and_lines_above_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr("hone.progress.console", lambda: screen)
+    monkeypatch.setattr("hone.tasks.progress.console", lambda: screen)
     monkeypatch.setattr(display, "console", lambda: screen)
     with EventLog(tmp_path / "events.jsonl") as log, Display(log) as shown:
         for event in events(STORIES[name]):

@@ -13,10 +13,10 @@ from tests.report.test_report import finished, log
 from tests.report.test_sections import section_text
 
 import hone
+from hone.files.rollout_record import EVALUATOR
 from hone.report import report
 from hone.report.funnel import FAILURES, REASONS, Funnel, explain
 from hone.report.history import RunHistory
-from hone.rollout_record import EVALUATOR
 from hone.workflow.outside import LISTED
 
 SOURCE = Path(hone.__file__).parent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.finetune.runs import REST, STORIES, Story, events
 
-from hone.events import parse
+from hone.files.events import parse
 from hone.report import metrics
 from hone.report.history import RunHistory
 from hone.report.metrics import reward_history

@@ -18,9 +18,9 @@ from tests.report.test_metrics import collected, job, started
 from tests.report.test_plots import validation
 from typer.testing import CliRunner
 
-from hone.cli import app
+from hone.cli.app import app
 from hone.errors import ConfigError
-from hone.event_log import FILE, read
+from hone.files.event_log import FILE, read
 from hone.report import metrics, report
 from hone.report.estimate import Estimate
 from hone.report.examples import LONGEST, Example, pick, read_rollouts, shown

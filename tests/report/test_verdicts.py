@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.random import Generator
 
-from hone.events import FinalValidationDone, RunStarted, ValidationDone, ValidationResult
+from hone.files.events import FinalValidationDone, RunStarted, ValidationDone, ValidationResult
 from hone.report.history import RunHistory
 from hone.report.outcome import Outcome
 

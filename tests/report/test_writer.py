@@ -13,8 +13,8 @@ from tests.finetune.trainers import Bench
 from tests.patience import PATIENCE_S
 
 from hone.errors import DiskFull
-from hone.event_log import FILE, EventLog, EventReader
-from hone.events import Event
+from hone.files.event_log import FILE, EventLog, EventReader
+from hone.files.events import Event
 from hone.report.display import Display
 from hone.report.history import RunHistory
 from hone.report.writer import Files

@@ -14,7 +14,7 @@ from typing import Any
 import hone.art
 from hone import options
 from hone.errors import HoneError
-from hone.server.model_args import normalize_spec
+from hone.server.train.model_args import normalize_spec
 from hone.types import ModelSpec
 
 PAGE = Path(__file__).parents[2] / "docs/art.md"

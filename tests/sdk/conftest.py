@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from hone import LocalBackend
-from hone.server import listen
+from hone.server.http import listen
 
 Serve = Callable[[Any], Awaitable[str]]
 

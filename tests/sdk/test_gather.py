@@ -10,7 +10,7 @@ import hone
 from hone import Trajectory, TrajectoryGroup
 from hone.errors import AgentFailed, ConfigError
 from hone.gather import gather_trajectories, gather_trajectory_groups, trajectory_group_batches
-from hone.progress import Progress
+from hone.tasks.progress import Progress
 
 
 async def rollout(reward: float, delay_s: float = 0.0) -> Trajectory:

@@ -15,8 +15,8 @@ from hone import TrainConfig, TrainSFTConfig, art
 from hone.art import ArtBackend
 from hone.backends.remote import chosen_keys
 from hone.finetune.adapter_config import ScheduledTrainConfig
-from hone.server.art_requests import ART_DEFAULTS
-from hone.server.model_args import normalize_spec, train_config
+from hone.server.train.art_requests import ART_DEFAULTS
+from hone.server.train.model_args import normalize_spec, train_config
 
 PAGE = Path(__file__).parents[2] / "docs/reference/config.md"
 

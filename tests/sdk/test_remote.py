@@ -201,7 +201,7 @@ async def test_a_broken_stream_goes_on_after_the_last_event(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("hone.progress.LINE_S", 0.0)  # a line for every event
+    monkeypatch.setattr("hone.tasks.progress.LINE_S", 0.0)  # a line for every event
     lines: list[str] = []
 
     async def shown(count: int) -> None:

@@ -16,7 +16,7 @@ import hone
 from hone import History, Trajectory, TrajectoryGroup
 from hone.art.rewards import DEFAULT_RUBRIC, judge_of, ruler, ruler_score_group
 from hone.errors import ConfigError, RolloutError
-from hone.ranking import scores_in
+from hone.evaluation.ranking import scores_in
 from hone.types import Failure
 
 ASK = {"role": "user", "content": "Which city?"}

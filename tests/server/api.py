@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import by_tokens
 
-from hone.server.app import create_apps
+from hone.server.http.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.types import JobInfo, ModelInfo

@@ -33,14 +33,14 @@ from bench.report import record, result
 from tests.patience import PATIENCE_S
 from tests.server import small_server
 
-from hone.server import service
+from hone.server.train import loop
 from hone.store import checkpoints, jobs
 from hone.store import database as store
 
 PROGRAM = Path(__file__).with_name("small_server.py")
 ROOT_OF_TESTS = PROGRAM.parent.parent.parent
 FAILPOINTS = (
-    *(*store.FAILPOINTS, *jobs.FAILPOINTS, *checkpoints.FAILPOINTS, *service.FAILPOINTS),
+    *(*store.FAILPOINTS, *jobs.FAILPOINTS, *checkpoints.FAILPOINTS, *loop.FAILPOINTS),
     *small_server.FAILPOINTS,
 )
 LEARNING = ("job/before-learn", "learner/progress", "job/after-learn", "job/after-save")

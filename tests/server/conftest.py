@@ -24,8 +24,8 @@ from tests.server.api import Api, Open, opening
 from tests.server.worlds import World
 
 from hone.inference.base import Engine
-from hone.server.app import create_apps
-from hone.server.listen import GRACE_S, AppServer, bind, port_of
+from hone.server.http.app import create_apps
+from hone.server.http.listen import GRACE_S, AppServer, bind, port_of
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.store import calls, jobs, models

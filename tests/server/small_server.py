@@ -21,8 +21,8 @@ from tests.patience import PATIENCE_S
 
 from hone.inference.base import Engine
 from hone.learner.packed import pack_groups, unpack_groups
+from hone.learner.process import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.learner.staleness import check_fresh
-from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.store import failpoints
@@ -255,7 +255,7 @@ def fork_for_each_order() -> None:
     import torch
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    import hone.inference.embedded
+    import hone.inference.embedded.engine
     import hone.learner.learner  # noqa: F401
 
     torch.set_num_threads(1)  # no pool of threads that a fork would lose

@@ -24,9 +24,9 @@ from tests.fakes import ScriptedEngine
 from tests.patience import PATIENCE_S
 
 from hone.learner.packed import unpack_groups
+from hone.learner.process import LearnerProcess, LearnerSpec, WorkerInfo
 from hone.learner.samples import make_samples
-from hone.learner.worker import LearnerProcess, LearnerSpec, WorkerInfo
-from hone.server.app import create_apps
+from hone.server.http.app import create_apps
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.store.jobs import FINAL

@@ -17,12 +17,12 @@ from tests.server.conftest import MakeState
 from tests.server.small_server import CONFIG, token_groups
 
 from hone.errors import Conflict, EngineError, NotInThisVersion, Unavailable
+from hone.files.logs import say
 from hone.learner.packed import pack_groups
-from hone.logs import say
-from hone.server.app import create_apps
-from hone.server.job_stages import JobStages
+from hone.server.http.app import create_apps
 from hone.server.settings import Settings
 from hone.server.telemetry import Metrics, start_logging, stop_logging
+from hone.server.train.stages import JobStages
 from hone.store.jobs import Pin
 from hone.types import ModelSpec
 from hone.wire.errors import status_of

@@ -21,7 +21,7 @@ from tests.server.small_server import LearnerHere
 from tests.server.worlds import art_model
 
 from hone.errors import TrainingError
-from hone.server.auth import inference_key
+from hone.server.http.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.types import ModelKey, stored_name

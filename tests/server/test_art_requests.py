@@ -10,8 +10,8 @@ from tests.prose import Prose, place_of
 from tests.server.worlds import art_model
 
 from hone.errors import ConfigError, Unprocessable
-from hone.server import job_tasks
-from hone.server.art_requests import (
+from hone.server.train import tasks
+from hone.server.train.art_requests import (
     ArtGroup,
     ArtModel,
     LogRequest,
@@ -19,7 +19,7 @@ from hone.server.art_requests import (
     model_spec,
     server_keys,
 )
-from hone.server.job_tasks import Parsed
+from hone.server.train.tasks import Parsed
 from hone.trajectory import means
 from hone.types import ModelSpec
 
@@ -228,7 +228,7 @@ def group(*rewards: float, **rest: Any) -> dict[str, Any]:
 
 def log_groups(model_dir: Path, step: int, groups: list[dict[str, Any]]) -> None:
     body = {"model": {"name": "agent"}, "trajectory_groups": groups, "split": "val"}
-    job_tasks.log(Parsed(LogRequest.model_validate(body)), model_dir, "val", step)
+    tasks.log(Parsed(LogRequest.model_validate(body)), model_dir, "val", step)
 
 
 def test_a_logged_group_comes_back_as_it_was_sent(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.prose import Prose
 
 from hone.errors import ConfigError, Forbidden, Unauthorized
-from hone.server.auth import (
+from hone.server.http.auth import (
     Caller,
     check,
     check_advertised,

@@ -11,7 +11,7 @@ from tests.server.api import AGENT, JOBS, job
 from tests.server.test_run import serving
 from typer.testing import CliRunner
 
-from hone.cli import app
+from hone.cli.app import app
 
 pytestmark = pytest.mark.e2e
 

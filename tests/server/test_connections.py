@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 from tests.server.test_run import serving
 
-from hone.server.listen import max_connections
+from hone.server.http.listen import max_connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 GET = HALF + b"\r\n"

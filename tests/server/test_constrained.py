@@ -18,7 +18,7 @@ from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server, write_model
 from tests.server.test_chat import HELLO, client
 
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.inference.grammar import Grammars
 from hone.models.decoder import Decoder
 from hone.server.settings import Settings

@@ -20,7 +20,7 @@ from hone.backends.remote import RemoteBackend
 from hone.config.build import Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
-from hone.server import listen
+from hone.server.http import listen
 from hone.workflow.llm import LLM
 from hone.workflow.run import RolloutResult, run_rollout
 

@@ -18,7 +18,7 @@ from tests.server.conftest import MakeState
 from tests.server.small_server import SmallServer, spec, token_groups
 
 from hone.errors import Conflict, StorageError
-from hone.server import serving
+from hone.server.serve import policies
 from hone.server.state import State
 from hone.store import database
 from hone.store.deletion import FAILPOINTS
@@ -203,7 +203,7 @@ async def test_a_deletion_does_not_wait_for_an_engine_that_sleeps(
         await unload(adapter)
 
     monkeypatch.setattr(engine, "unload", later)
-    monkeypatch.setattr(serving, "UNLOAD_S", 0.01)
+    monkeypatch.setattr(policies, "UNLOAD_S", 0.01)
     await trained.ask("DELETE", AGENT)
     assert (await trained.register(seed=5, rank=2)).step == 0
     awake.set()

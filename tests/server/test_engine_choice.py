@@ -17,17 +17,17 @@ from tests.server.small_server import SmallServer
 from tests.server.small_server import spec as small_spec
 
 from hone.errors import ConfigError, Conflict, EngineError, EngineFailed
+from hone.files.owned import is_owned, make_owned
 from hone.inference.base import Sampling, complete
 from hone.models import machine
-from hone.owned import is_owned, make_owned
-from hone.server import engine_choice
-from hone.server.app import create_apps
-from hone.server.art_requests import ArtModel, model_spec
-from hone.server.engine_choice import EngineChoice, Plan
-from hone.server.model_args import PROJECTIONS, checked_spec
+from hone.server.http.app import create_apps
+from hone.server.http.training_routes import registered
+from hone.server.serve import engine_choice
+from hone.server.serve.engine_choice import EngineChoice, Plan
 from hone.server.settings import Settings
 from hone.server.state import State
-from hone.server.training import registered
+from hone.server.train.art_requests import ArtModel, model_spec
+from hone.server.train.model_args import PROJECTIONS, checked_spec
 from hone.types import ModelKey, ModelSpec
 
 
@@ -220,7 +220,7 @@ def test_stored_engine_args_are_refused_when_the_engine_starts(
     state.models.register(spec())
     opened: list[str] = []
     monkeypatch.setattr(
-        "hone.inference.vllm.VllmEngine.open", lambda name, **_: opened.append(name)
+        "hone.inference.vllm.engine.VllmEngine.open", lambda name, **_: opened.append(name)
     )
     vllm.open("tiny")
     assert opened == ["tiny"]
@@ -501,7 +501,7 @@ def test_arguments_registered_while_vllm_starts_open_it_again(
         changed.append(vllm.register(spec(engine_args={"max_num_seqs": 4}), in_use=False))
         assert args == {"max_num_seqs": 8}
 
-    monkeypatch.setattr("hone.inference.vllm.VllmEngine.open", starting)
+    monkeypatch.setattr("hone.inference.vllm.engine.VllmEngine.open", starting)
     assert vllm.register(spec(engine_args={"max_num_seqs": 8}), in_use=False) is False
     vllm.open("tiny")
     assert changed == [True]

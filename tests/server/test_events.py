@@ -9,7 +9,7 @@ from tests.patience import PATIENCE_S
 from tests.prose import Prose
 
 from hone.errors import NotFound
-from hone.server.training import sse
+from hone.server.http.training_routes import sse
 from hone.store.database import Store
 from hone.store.jobs import JobStore
 from hone.store.models import ModelRecord, ModelStore

@@ -12,8 +12,8 @@ from tests.prose import Prose, place_of
 from tests.server.small_server import SmallServer, spec, token_groups
 
 from hone.errors import ConfigError, ModelUnsupported
-from hone.inference.embedded import EmbeddedEngine
-from hone.server.model_args import checked_spec
+from hone.inference.embedded.engine import EmbeddedEngine
+from hone.server.train.model_args import checked_spec
 from hone.types import Call
 
 BY_NAME = {family.name: family for family in FAMILIES}

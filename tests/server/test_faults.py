@@ -16,10 +16,10 @@ from tests.store.test_checkpoints import filler, readable_again, unreadable
 
 from hone.errors import EngineFailed
 from hone.inference.base import Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.models.decoder import Decoder
 from hone.server import state, supervision
-from hone.server.app import create_apps
+from hone.server.http.app import create_apps
 from hone.types import ModelKey, ModelSpec
 
 KEY = ModelKey("default", "agent")

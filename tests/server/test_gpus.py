@@ -22,17 +22,17 @@ from tests.server.small_server import LearnerHere, SmallServer, spec, token_grou
 
 from hone.errors import ConfigError, EngineError, ModelTooLarge
 from hone.inference.base import Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
-from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.inference.embedded.engine import EmbeddedEngine
+from hone.learner.process import LearnerProcess, LearnerSpec
 from hone.models import fit, machine
 from hone.models.cache import cache_home
 from hone.models.card import CONTEXT
 from hone.models.decoder import Decoder
-from hone.server import engine_choice
-from hone.server import gpus as server_gpus
-from hone.server.gpus import Gpus, choose_gpus, num_gpus, visible
-from hone.server.holds import Hold
-from hone.server.serving import OpenEngine
+from hone.server.serve import engine_choice
+from hone.server.serve import gpus as server_gpus
+from hone.server.serve.gpus import Gpus, choose_gpus, num_gpus, visible
+from hone.server.serve.holds import Hold
+from hone.server.serve.policies import OpenEngine
 from hone.server.settings import Settings
 from hone.types import ModelSpec
 

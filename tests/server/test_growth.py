@@ -8,7 +8,7 @@ from tests.server.api import AGENT, JOBS, Api, Open
 from tests.server.conftest import MakeState
 from tests.server.worlds import World
 
-from hone.logs import output_file, say, write_output
+from hone.files.logs import output_file, say, write_output
 from hone.server.settings import Settings
 from hone.server.telemetry import rotate_output, start_logging, stop_logging
 from hone.store.checkpoints import log_groups, prune_groups

@@ -15,8 +15,8 @@ from tests.fakes import ScriptedEngine
 from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 
-from hone.server import holds as holds_module
-from hone.server.holds import Holds, covered_s
+from hone.server.serve import holds as holds_module
+from hone.server.serve.holds import Holds, covered_s
 from hone.wire.rollout import HELD_HEADER
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}

@@ -15,13 +15,13 @@ from tests.patience import PATIENCE_S
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 
 from hone.errors import TrainingError
-from hone.inference import embedded
-from hone.inference.embedded import EmbeddedEngine
-from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.inference.embedded import engine as embedded
+from hone.inference.embedded.engine import EmbeddedEngine
+from hone.learner.process import LearnerProcess, LearnerSpec
 from hone.models import machine
-from hone.server import learners
-from hone.server.engine_choice import EngineChoice
+from hone.server.serve.engine_choice import EngineChoice
 from hone.server.settings import Settings
+from hone.server.train import learners
 
 pytestmark = pytest.mark.e2e
 
@@ -227,7 +227,7 @@ async def test_a_server_that_stops_does_not_wait_for_a_learner_that_loads(
 def test_threads_are_counted_from_the_cores_the_server_may_use():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "from hone.server.learners import usable_cores; print(usable_cores())"
+        "from hone.server.train.learners import usable_cores; print(usable_cores())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"

@@ -15,10 +15,12 @@ from tests.prose import Prose
 from tests.server.small_server import LearnerHere, SmallServer, spec, token_groups
 from tests.store.test_checkpoints import filler
 
-from hone import disk
 from hone.errors import DiskFull, LearnerDied, StorageError
-from hone.server import job_stages, service, supervision
-from hone.server.app import create_apps
+from hone.files import disk
+from hone.server import supervision
+from hone.server.http.app import create_apps
+from hone.server.train import loop as service
+from hone.server.train import stages as job_stages
 from hone.store import checkpoints, database, jobs, rename
 from hone.types import JobInfo, ModelKey
 

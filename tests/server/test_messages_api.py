@@ -16,7 +16,7 @@ from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.capture.scope import recorded
 from hone.finetune.calls import Targets, from_seen
-from hone.server.auth import inference_key
+from hone.server.http.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
 

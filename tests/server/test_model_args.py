@@ -6,7 +6,7 @@ import pytest
 from tests.prose import Prose, place_of
 
 from hone.errors import ConfigError, Unprocessable
-from hone.server.model_args import checked_spec, normalize_spec
+from hone.server.train.model_args import checked_spec, normalize_spec
 from hone.types import ModelSpec
 
 

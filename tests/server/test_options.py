@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hone import cli
+from hone.cli import app
 from hone.server import run
 from hone.server.settings import Settings, flag
 
@@ -48,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def invoke(*arguments: str, **more: Any) -> Any:
-    return CliRunner().invoke(cli.app, arguments, **more)
+    return CliRunner().invoke(app.app, arguments, **more)
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
@@ -79,7 +79,7 @@ def test_without_options_the_defaults_are_those_of_settings(started: list[Settin
 
 
 def test_every_option_is_documented():
-    command: Any = get_command(cli.app)
+    command: Any = get_command(app.app)
     options = {o for p in command.commands["serve"].params for o in p.opts}
     assert {flag(name) for name in Settings.model_fields} <= options
     commands = (REFERENCE / "cli.md").read_text(encoding="utf-8")

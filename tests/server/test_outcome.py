@@ -14,7 +14,7 @@ from tests.server.conftest import MakeServer, Server
 from tests.server.small_server import LearnerHere
 from tests.server.worlds import by_tokens
 
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.learner.picture import PICTURE
 from hone.server.settings import Settings
 from hone.server.state import State

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from tests.server.conftest import MakeState
 
-from hone.server.app import create_apps
+from hone.server.http.app import create_apps
 from hone.types import ModelSpec
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}

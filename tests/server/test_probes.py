@@ -14,7 +14,7 @@ from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server
 
 import hone
-from hone.server.auth import inference_key
+from hone.server.http.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.types import ModelSpec

@@ -13,9 +13,9 @@ from tests.server.small_server import SmallServer, spec, token_groups
 
 from hone.errors import NotProved
 from hone.inference.base import Probe
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.models.decoder import Decoder
-from hone.server.proof import prove
+from hone.server.train.proof import prove
 
 NEW, OLD = "ab" * 32, "cd" * 32
 

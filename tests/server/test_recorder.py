@@ -8,7 +8,7 @@ import pytest
 from tests.store.test_calls import recorded
 
 from hone.errors import StateError
-from hone.server.recorder import NewCalls, Recorder
+from hone.server.serve.recorder import NewCalls, Recorder
 from hone.store import calls as calls_module
 from hone.store.calls import CallStore
 from hone.store.database import Store

@@ -802,7 +802,7 @@ def test_what_asks_for_nothing_is_accepted(create: Create) -> None:
 
 
 def test_a_key_opens_the_responses_api(make_server: MakeServer, tiny_model: Path) -> None:
-    from hone.server.auth import inference_key
+    from hone.server.http.auth import inference_key
 
     server = make_server(["ok"], api_key="k")
     body = {"model": str(tiny_model), "input": "hello"}

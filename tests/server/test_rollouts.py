@@ -21,8 +21,8 @@ from tests.server.conftest import MakeServer, Server, write_model
 from hone.chat.bridge import Reason
 from hone.finetune.records import Place
 from hone.finetune.rollouts import rollout_id
-from hone.server import conversations
-from hone.server.conversations import request_seed
+from hone.server.serve import conversations
+from hone.server.serve.conversations import request_seed
 from hone.store.calls import CallStore
 from hone.types import Call, CallSummary, ModelSpec, RecordedCall, RunSpec
 from hone.wire.rollout import RolloutScope
@@ -805,7 +805,7 @@ def test_the_real_engines_logprobs_are_what_is_recorded(
     make_server: MakeServer, ask: Ask, tiny_model: Path
 ) -> None:
     """The whole path with weights: what the API says is what a pass over the same ids gives."""
-    from hone.inference.embedded import EmbeddedEngine
+    from hone.inference.embedded.engine import EmbeddedEngine
 
     engine = EmbeddedEngine.open(str(tiny_model), device="cpu", kv_budget_bytes=64 * 2**20)
     server = make_server(engine=engine)

@@ -27,16 +27,17 @@ from tests.server.api import job
 from typer.testing import CliRunner
 
 from hone.backends.remote import RemoteBackend
-from hone.cli import app
+from hone.cli.app import app
 from hone.errors import ConfigError
 from hone.model import TrainableModel
-from hone.server import gpus, run
+from hone.server import run
+from hone.server.serve import gpus
 from hone.server.settings import Settings
 from hone.server.state import State
 
 pytestmark = pytest.mark.e2e
 
-SERVE = [sys.executable, "-m", "hone.cli", "serve"]
+SERVE = [sys.executable, "-m", "hone", "serve"]
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from tests.server.conftest import MakeState
 
 from hone import model_files
 from hone.errors import BadRequest, FieldError, Unprocessable
-from hone.logs import OUTPUTS, log, say, write_output
-from hone.redact import HIDDEN, redact_json
-from hone.server.app import create_apps
+from hone.files.logs import OUTPUTS, log, say, write_output
+from hone.files.redact import HIDDEN, redact_json
+from hone.server.http.app import create_apps
 from hone.server.settings import Settings
 from hone.server.supervision import Part
 from hone.server.telemetry import start_logging, stop_logging

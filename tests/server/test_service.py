@@ -22,12 +22,12 @@ from tests.server.small_server import (
 )
 
 from hone.inference.base import Sampling, complete
-from hone.inference.embedded import EmbeddedEngine
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.learner.packed import pack_groups, unpack_groups
-from hone.learner.worker import LearnerProcess, LearnerSpec
+from hone.learner.process import LearnerProcess, LearnerSpec
 from hone.models.decoder import Decoder
 from hone.models.lora import Lora
-from hone.server.job_stages import ThrottledProgress
+from hone.server.train.stages import ThrottledProgress
 from hone.types import JobInfo, ModelKey, TrainConfig
 
 KEY = ModelKey("default", "agent")

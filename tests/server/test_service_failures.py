@@ -18,11 +18,12 @@ from tests.server.small_server import LearnerHere, SmallServer, digest, spec, to
 
 from hone.errors import Conflict, EngineError, EngineFailed, LearnerDied
 from hone.inference.base import AdapterRef, Probe
-from hone.inference.embedded import EmbeddedEngine
-from hone.learner.worker import LearnerSpec, WorkerInfo
+from hone.inference.embedded.engine import EmbeddedEngine
+from hone.learner.process import LearnerSpec, WorkerInfo
 from hone.models.decoder import Decoder
-from hone.server import service, supervision
-from hone.server.learners import PATIENT
+from hone.server import supervision
+from hone.server.train import loop
+from hone.server.train.learners import PATIENT
 from hone.store import checkpoints
 from hone.types import ModelKey
 
@@ -294,7 +295,7 @@ class LoadsSaved(TellsCalls):
 async def test_no_step_waits_for_long_to_be_saved_until_its_engine_has_loaded_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(service, "LOAD_S", 0.01)
+    monkeypatch.setattr(loop, "LOAD_S", 0.01)
     engine = LoadsSaved(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
     async with (
         SmallServer.started(tmp_path / "hone", open_engine=lambda _: engine) as server,

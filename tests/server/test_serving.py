@@ -28,10 +28,10 @@ from hone.errors import (
     Unreachable,
 )
 from hone.inference.base import AdapterRef, Engine, Sampling
-from hone.server.auth import access
-from hone.server.serving import Base, Serving, project
+from hone.server.access import access
+from hone.server.serve.policies import Base, Serving, project
+from hone.server.serve.tokenizer import FIXED, PARTS, BaseTokenizer, differing
 from hone.server.state import State
-from hone.server.tokenizer import FIXED, PARTS, BaseTokenizer, differing
 from hone.store.models import ModelRecord
 from hone.types import ModelSpec, RunSpec, stored_name
 

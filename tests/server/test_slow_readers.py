@@ -18,8 +18,8 @@ from tests.inference.test_vllm_client import Standin, served
 from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 
-from hone.inference.vllm import VllmEngine
-from hone.server import respond
+from hone.inference.vllm.engine import VllmEngine
+from hone.server.http import respond
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.wire.limits import TimedProtocol

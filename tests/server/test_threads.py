@@ -16,8 +16,8 @@ from tests.server.small_server import LearnerHere, SmallServer, spec, token_grou
 
 from hone.inference.background import in_own_thread
 from hone.inference.base import Engine
-from hone.learner.worker import WorkerInfo
-from hone.server.app import create_apps
+from hone.learner.process import WorkerInfo
+from hone.server.http.app import create_apps
 
 pytestmark = pytest.mark.e2e
 

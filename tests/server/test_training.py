@@ -14,8 +14,8 @@ from tests.server.worlds import by_tokens
 from tests.store.test_checkpoints import filler
 
 from hone.errors import StorageError
+from hone.server.http.training_routes import inference_url
 from hone.server.settings import Settings
-from hone.server.training import inference_url
 from hone.types import JobInfo, RecordedCall
 
 # ---- models -----------------------------------------------------------------------------------

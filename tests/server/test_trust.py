@@ -17,7 +17,7 @@ from tests.server.conftest import MakeServer, Server
 
 from hone.errors import ServerError
 from hone.inference.base import Engine
-from hone.server.auth import inference_key
+from hone.server.http.auth import inference_key
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.store.database import make_root

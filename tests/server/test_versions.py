@@ -12,9 +12,9 @@ from tests.server.api import AGENT, JOBS, Api, Open, job
 from tests.server.worlds import World
 
 from hone.errors import StateError
-from hone.server import job_tasks
-from hone.server.job_tasks import Head, Parsed, read
 from hone.server.state import State
+from hone.server.train import tasks
+from hone.server.train.tasks import Head, Parsed, read
 from hone.store.jobs import JobStore
 from hone.trajectory import JobRequest, Trajectory, TrajectoryGroup
 from hone.types import ModelKey, RunSpec
@@ -164,7 +164,7 @@ def test_a_new_field_with_a_default_does_not_change_the_digest():
 async def test_digests_of_two_versions_are_not_compared(api: Api, monkeypatch: pytest.MonkeyPatch):
     first = await api.submit(idempotency_key="k")
     await api.refused(409, idempotency_key="k", plot_tensors=True)
-    monkeypatch.setattr(job_tasks, "DIGEST_VERSION", job_tasks.DIGEST_VERSION + 1)
+    monkeypatch.setattr(tasks, "DIGEST_VERSION", tasks.DIGEST_VERSION + 1)
     again = await api.submit(idempotency_key="k", plot_tensors=True)
     assert again.id == first.id  # the key alone decides
     assert api.state.jobs.list(model=ModelKey("default", "agent")) == [api.state.jobs.get(first.id)]

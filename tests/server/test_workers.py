@@ -24,11 +24,12 @@ from tests.server.conftest import MakeState, Server
 
 from hone.chat import chatml
 from hone.errors import DiskFull, Unavailable, Unprocessable
+from hone.files.owned import MARK
 from hone.learner.packed import unpack_groups
-from hone.owned import MARK
-from hone.server import chat_tasks, job_tasks
+from hone.server.serve import chat_tasks
 from hone.server.settings import Settings
 from hone.server.state import State
+from hone.server.train import tasks
 from hone.server.workers import NICENESS, WorkerPool
 from hone.types import FieldError
 
@@ -225,7 +226,7 @@ async def test_a_large_job_becomes_the_job_that_a_small_one_would(
         await api.refused(404, model="nobody"),
     ]
     for name in ("json", "resolve_groups"):
-        monkeypatch.delattr(job_tasks, name)  # not needed in this process
+        monkeypatch.delattr(tasks, name)  # not needed in this process
     repeated, other = await large(idempotency_key="k"), await large(idempotency_key="l")
     assert (repeated.status_code, other.status_code) == (202, 202), other.text
     assert repeated.json()["id"] == small.id

@@ -15,10 +15,10 @@ import pytest
 
 from hone.chat.template import ChatTemplate
 from hone.errors import Unprocessable
-from hone.server.choice_calls import Start
-from hone.server.resolved_job import ResolvedGroups, resolve_groups
+from hone.server.serve.tokenizer import BaseTokenizer
 from hone.server.state import State
-from hone.server.tokenizer import BaseTokenizer
+from hone.server.train.choice_calls import Start
+from hone.server.train.resolve import ResolvedGroups, resolve_groups
 from hone.store.models import ModelRecord
 from hone.trajectory import Trajectory, TrajectoryGroup
 from hone.types import Call, ModelSpec, RecordedCall, TrainConfig

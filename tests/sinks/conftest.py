@@ -13,8 +13,8 @@ from tests.environments import ROOT, NotInstalled, environment
 from tests.fakes import MemoryAdapter, ScriptedBuilder
 from tests.finetune.command import DOCUMENT, Command, Parts, rising
 
-from hone.model_files import model_directory
-from hone.rollout_record import CallRecord, RolloutRecord
+from hone.files.rollout_record import CallRecord, RolloutRecord
+from hone.types import model_directory
 
 ALL = "HONE_ALL_SINKS"
 ASKED = {"role": "user", "content": "How many?"}

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from hone.config.registry import LoggerBaseConfig, register_logger
-from hone.events import RunFinished
-from hone.sinks.base import Adapter, LoggedRollout, Point, RoundTable, Run, Sink
+from hone.files.events import RunFinished
+from hone.loggers.base import Adapter, LoggedRollout, Point, RoundTable, Run, Sink
 
 
 class FileConfig(LoggerBaseConfig, name="file"):

@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hone.sinks.wandb import read_records
+from hone.integrations.loggers.wandb import read_records
 
 
 def wandb_files(folder: Path) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from hone.config.base import LoggerBaseConfig
 from hone.config.problems import ConfigProblems
 from hone.config.registry import known
 from hone.config.schema import read
-from hone.event_log import EventLog
-from hone.sinks import loggers, worker
-from hone.sinks.refusals import Outbox
+from hone.files.event_log import EventLog
+from hone.loggers import child as worker
+from hone.loggers import process as loggers
+from hone.loggers.refusals import Outbox
 
 assert file_sink.FileConfig.type_name == "file"
 
@@ -121,8 +122,8 @@ KILLED = """
 import os, signal
 from pathlib import Path
 from tests.sinks.file_sink import FileConfig
-from hone.event_log import EventLog
-from hone.sinks.loggers import Loggers
+from hone.files.event_log import EventLog
+from hone.loggers.process import Loggers
 
 events = EventLog(Path("out/events.jsonl"))
 loggers = Loggers([FileConfig(path=Path("log").absolute())], events)
@@ -209,7 +210,7 @@ def test_a_pause_between_two_tries_ends_with_the_session(
         raise AssertionError(f"it sleeps for {seconds} s")
 
     monkeypatch.setattr(worker, "FIRST_PAUSE_S", 600.0)
-    monkeypatch.setattr("hone.sinks.worker.time.sleep", sleep)
+    monkeypatch.setattr("hone.loggers.child.time.sleep", sleep)
     stdin, parent = os.pipe()
     settings = worker.Settings(name="x", type="x", module="x", config={}, directory=tmp_path)
     config = LoggerBaseConfig(timeout_s=1e6)
@@ -299,7 +300,7 @@ def test_openpipe_has_each_call_once_if_its_logger_is_killed(
     def kill(request: Received) -> int:
         if request.path.endswith("/report") and len(service.at("/api/v1/report")) == 4:
             children = psutil.Process().children()  # servers of other tests too
-            (worker,) = [child for child in children if "hone.sinks.worker" in child.cmdline()]
+            (worker,) = [child for child in children if "hone.loggers.child" in child.cmdline()]
             worker.kill()
         return 200
 

@@ -16,7 +16,7 @@ from tests.sinks.file_sink import FileConfig
 
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
 from hone.backends.base import Backend, Named, Trainable, TrainResult
-from hone.sinks import reporter
+from hone.loggers import reporter
 from hone.train_config import TrainSFTConfig
 from hone.types import CheckpointInfo, ModelInfo, TrainConfig
 

@@ -23,11 +23,11 @@ from tests.finetune.command import Parts, rising
 from tests.sinks.conftest import ANSWERED, ASIDE, ASKED, CHECKED, LoggedCommand, prepared
 from tests.sinks.receiver import Received, Receiver
 
-from hone.sinks import loggers
-from hone.sinks.mlflow import MLflowConfig
-from hone.sinks.reporter import Reporter
-from hone.sinks.tensorboard import TensorBoardConfig
-from hone.sinks.wandb import WandbConfig
+from hone.integrations.loggers.mlflow import MLflowConfig
+from hone.integrations.loggers.tensorboard import TensorBoardConfig
+from hone.integrations.loggers.wandb import WandbConfig
+from hone.loggers import process as loggers
+from hone.loggers.reporter import Reporter
 
 REWARDS = {0: 0.2, 1: 0.3}
 """By step: the means of `rising`, 0.1 + 0.2 * generation + 0.1 * epoch, over two generations."""
@@ -306,10 +306,10 @@ def test_a_programs_run_is_finished_and_any_metric_name_is_sent(
 BATCHES = """
 import sys
 from pathlib import Path
-from hone.rollout_record import CallRecord
-from hone.sinks.base import Point, LoggedRollout, Run
-from hone.sinks.langfuse import LangfuseConfig, LangfuseSink
-from hone.sinks.otel import OTelConfig, OTelSink
+from hone.files.rollout_record import CallRecord
+from hone.loggers.base import Point, LoggedRollout, Run
+from hone.integrations.loggers.langfuse import LangfuseConfig, LangfuseSink
+from hone.integrations.loggers.otel import OTelConfig, OTelSink
 
 kind, url = sys.argv[1:]
 run = Run("r", Path("."))

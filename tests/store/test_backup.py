@@ -12,8 +12,8 @@ from tests.server.conftest import make_state
 from tests.server.small_server import CONFIG
 
 from hone.errors import ConfigError, Conflict, NotFound, StateError
+from hone.files.owned import make_owned
 from hone.model_files import read_state, write_state
-from hone.owned import make_owned
 from hone.server.state import State
 from hone.store import backup as backup_module
 from hone.store.backup import backup

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.prose import Prose
 
-from hone import disk
 from hone.errors import ConfigError, DiskFull, NotFound, StorageError
+from hone.files import disk
 from hone.store import checkpoints as checkpoints_module
 from hone.store.checkpoints import FAILPOINTS, OPTIMIZER, Checkpoint, Checkpoints
 from hone.types import ModelKey

@@ -17,9 +17,10 @@ from tests.store.test_database import locked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from hone.cli import app
+from hone.cli.app import app
 from hone.errors import ConfigError, Conflict, NotFound, StateError
-from hone.inference.embedded import EmbeddedEngine
+from hone.files.owned import make_owned
+from hone.inference.embedded.engine import EmbeddedEngine
 from hone.learner.optim import AdamW
 from hone.models.architecture import DecoderConfig
 from hone.models.decoder import Decoder
@@ -28,8 +29,7 @@ from hone.models.find import find
 from hone.models.known import KNOWN
 from hone.models.lora import Lora
 from hone.models.wheels import WHEELS
-from hone.owned import make_owned
-from hone.server.tokenizer import BaseTokenizer
+from hone.server.serve.tokenizer import BaseTokenizer
 from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import Checkpoints
 from hone.store.export import export, public_name

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hone.wire import anthropic_blocks
-from hone.wire.anthropic_blocks import INVALID_JSON, BlockWriter, chat_messages, message_blocks
-from hone.wire.anthropic_response import chat_completion
+from hone.wire.anthropic import blocks as anthropic_blocks
+from hone.wire.anthropic.blocks import INVALID_JSON, BlockWriter, chat_messages, message_blocks
+from hone.wire.anthropic.response import chat_completion
 from hone.wire.json import MAX_DEPTH, load_object
 from hone.wire.stream import join_message
 

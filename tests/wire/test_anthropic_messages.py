@@ -7,8 +7,8 @@ import pytest
 from tests.prose import Prose
 
 from hone.errors import BadRequest
-from hone.wire.anthropic_blocks import BILLING
-from hone.wire.anthropic_messages import IGNORED, CountRequest, MessagesRequest
+from hone.wire.anthropic.blocks import BILLING
+from hone.wire.anthropic.messages import IGNORED, CountRequest, MessagesRequest
 
 ASK: dict[str, Any] = {
     "model": "m",

@@ -17,7 +17,7 @@ from hone.errors import TemplateError
 from hone.evaluation.judge import conversations, transcript
 from hone.finetune.calls import SampledCall
 from hone.finetune.rerender import episode
-from hone.interchange.rollouts import _conversations as exported  # pyright: ignore[reportPrivateUsage]
+from hone.integrations.interchange.rollouts import _conversations as exported  # pyright: ignore[reportPrivateUsage]
 from hone.trajectory import Trajectory
 from hone.types import Call, RecordedCall
 from hone.wire.conversation import Continuations, common_prefix, continued, meaning

@@ -10,8 +10,8 @@ from openai.types.responses import response_create_params
 from tests.prose import Prose
 
 from hone.errors import BadRequest
-from hone.wire.openai_chat import ChatRequest, CompletionRequest
-from hone.wire.openai_responses import ResponsesRequest
+from hone.wire.openai.chat import ChatRequest, CompletionRequest
+from hone.wire.openai.responses import ResponsesRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hello"}

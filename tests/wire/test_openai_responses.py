@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.wire.base import Answer, AnswerHead
-from hone.wire.openai_response_client import read_response
-from hone.wire.openai_response_events import RESPONSES
-from hone.wire.openai_response_items import ItemIds, output_items, read_input
+from hone.wire.openai.dialect import Answer, AnswerHead
+from hone.wire.openai.response_client import read_response
+from hone.wire.openai.response_events import RESPONSES
+from hone.wire.openai.response_items import ItemIds, output_items, read_input
 from hone.wire.stream import join_response
 
 HEAD = AnswerHead(

@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hone.server import listen
+from hone.server.http import listen
 
 
 @dataclass

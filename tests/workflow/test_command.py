@@ -506,7 +506,7 @@ async def test_nothing_outlives_a_hone_that_is_stopped(
     file.write_text(yaml.safe_dump({"llms": {"m": llm}, "workflow": workflow}))
     run = ["run", "--config_file", str(file), "--input", "x"]
     command = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "hone.cli", *run),
+        *(sys.executable, "-m", "hone", *run),
         env={**os.environ, "TMPDIR": str(nothing_is_left)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -11,10 +11,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.workflow.rollouts import one_answer, one_frozen_answer, ran, why
 
+from hone.cli.serve_workflow import WorkflowApp
 from hone.config.policy import PolicyCalls
 from hone.errors import AgentFailed, PolicyFailure
-from hone.serve_workflow import WorkflowApp
-from hone.server import listen
+from hone.server.http import listen
 from hone.wire import peers
 from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function

@@ -17,7 +17,7 @@ from hone.config.build import Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
 from hone.errors import ConfigError
-from hone.server import listen
+from hone.server.http import listen
 from hone.wire.access import derive_inference_key
 from hone.workflow.run import RolloutResult, run_rollout
 

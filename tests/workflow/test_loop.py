@@ -12,9 +12,9 @@ from tests.workflow.endpoint import Endpoint, Reply, serving
 from tests.workflow.rollouts import ASK, model, ran
 
 from hone.capture.openai import LEFT
-from hone.tally import run_together
-from hone.workflow import loop
-from hone.workflow.loop import run_loop
+from hone.tasks import loop
+from hone.tasks.loop import run_loop
+from hone.tasks.tally import run_together
 
 
 def test_a_task_that_ignores_its_cancellation_is_left(

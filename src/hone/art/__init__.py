@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         yield_trajectory,
     )
     from hone.gather import trajectory_group_batches
-    from hone.retries import retry
+    from hone.tasks.retries import retry
 
 __all__ = [
     "ArtBackend",
@@ -95,7 +95,7 @@ _HOME = {
     "capture_yielded_trajectory": "hone.capture.histories",
     "gather_trajectories": "hone.gather",
     "gather_trajectory_groups": "hone.gather",
-    "retry": "hone.retries",
+    "retry": "hone.tasks.retries",
     "trajectory_group_batches": "hone.gather",
     "yield_trajectory": "hone.capture.histories",
 }

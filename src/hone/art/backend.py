@@ -16,12 +16,12 @@ from typing import Any
 from hone.backends.base import Backend, TrainResult
 from hone.backends.remote import RemoteBackend
 from hone.errors import NotInThisVersion
-from hone.metric_names import ART_NAMES
 from hone.model import TrainableModel
 from hone.options import engine_fields
 from hone.train_config import ART_LEARNING_RATE
 from hone.trajectory import History, Trajectory, TrajectoryGroup
 from hone.types import DEFAULT_URL, CheckpointInfo, Failure, stored_name
+from hone.wire.metric_names import ART_NAMES
 
 __all__ = ["ArtBackend", "Backend"]
 

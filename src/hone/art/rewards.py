@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from hone.errors import ConfigError
+from hone.evaluation.ranking import DEFAULT_RUBRIC, TrajectoryScore, rank
 from hone.model import TIMEOUT_S
-from hone.ranking import DEFAULT_RUBRIC, TrajectoryScore, rank
 from hone.trajectory import History, MessagesAndChoices, Tools, TrajectoryGroup
 from hone.workflow.llm import LLM, MAX_RETRIES
 

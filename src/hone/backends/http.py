@@ -25,7 +25,7 @@ import httpx2
 from hone import errors
 from hone.capture.base import host_of
 from hone.errors import ConfigError, HoneError, ServerError, Unavailable, Unreachable
-from hone.retries import backoff_s
+from hone.tasks.retries import backoff_s
 from hone.types import FieldError, JobEvent
 from hone.wire.errors import RETRY_HEADER
 

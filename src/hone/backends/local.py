@@ -28,9 +28,8 @@ from typing import IO, Any, Self
 from hone.backends.base import Named
 from hone.backends.remote import RemoteBackend
 from hone.errors import ConfigError, HoneError, ServerError
-from hone.model_files import model_directory
 from hone.options import check_only
-from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT
+from hone.types import EMPTY_PATH, SERVER_ADDRESS, SERVER_OUTPUT, model_directory
 
 START_S = 120.0
 """Timeout until the server is ready; it loads no model, but a cold disk can be slow."""
@@ -222,7 +221,7 @@ class LocalBackend(RemoteBackend):
                 "the server's state: `root` under `backend` in a YAML, or LocalBackend(path)."
             ) from error
         ready, tell = os.pipe()
-        command = [sys.executable, "-P", "-m", "hone.cli", "serve", "--root", str(self.root)]
+        command = [sys.executable, "-P", "-m", "hone", "serve", "--root", str(self.root)]
         command += ["--port", "0", "--inference-port", "-1", "--log-level", self.log_level]
         for name, value in self.settings.items():
             command += [f"--{name.replace('_', '-')}", value]

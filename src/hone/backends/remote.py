@@ -26,7 +26,7 @@ from hone import errors, options
 from hone.backends.base import Named, Trainable, TrainResult
 from hone.backends.http import CONNECT_S, FINAL, Server
 from hone.errors import ConfigError, HoneError, TrainingFailed
-from hone.progress import Progress
+from hone.tasks.progress import Progress
 from hone.train_config import TrainSFTConfig
 from hone.trajectory import SHORT_LOGPROBS, JobRequest, Trajectory, TrajectoryGroup
 from hone.types import (

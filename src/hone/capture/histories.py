@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 from hone.capture.base import Recorder, SeenCall, WatchedCall, current
 from hone.capture.scope import recorded
 from hone.errors import ConfigError
-from hone.tally import discard
+from hone.tasks.tally import discard
 from hone.trajectory import History, Trajectory, get_messages
 from hone.wire.conversation import continued, meaning
 

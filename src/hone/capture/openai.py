@@ -16,13 +16,13 @@ from typing import Any
 
 from hone.capture.base import Recorder, SeenCall
 from hone.capture.tee import decoder, loop_of, tee_like
-from hone.wire import anthropic_messages
-from hone.wire.anthropic_response import chat_completion
+from hone.wire.anthropic import messages as anthropic_messages
+from hone.wire.anthropic.response import chat_completion
 from hone.wire.errors import error_message
 from hone.wire.json import object_or_empty
-from hone.wire.openai_chat import usage
-from hone.wire.openai_response_client import read_messages, read_response, read_tools
-from hone.wire.openai_response_items import references
+from hone.wire.openai.chat import usage
+from hone.wire.openai.response_client import read_messages, read_response, read_tools
+from hone.wire.openai.response_items import references
 from hone.wire.rollout import HELD_HEADER
 from hone.wire.stream import has_ended, join_events
 

@@ -20,7 +20,7 @@ from hone.chat.template import ChatTemplate
 from hone.chat.tool_choice import CallSyntax, ToolChoice
 from hone.errors import BadRequest
 from hone.inference.base import Constraint
-from hone.wire.output_format import ANY_OBJECT, OutputFormat, check_nesting
+from hone.wire.openai.output_format import ANY_OBJECT, OutputFormat, check_nesting
 
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 """White space between JSON tokens. Without a limit, small models write line breaks until

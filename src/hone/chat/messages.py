@@ -24,7 +24,7 @@ from hone.errors import TemplateError
 from hone.wire.conversation import meaning_of_parts, text_of, text_of_part
 from hone.wire.errors import brief, first_problem
 from hone.wire.json import load_object, object_or_none
-from hone.wire.openai_chat import TOOLS, tool_call
+from hone.wire.openai.chat import TOOLS, tool_call
 
 Role = Literal["system", "user", "assistant", "tool"]
 Tools = Sequence[Mapping[str, Any]]

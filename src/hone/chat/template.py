@@ -33,7 +33,7 @@ from hone.chat.reply import (
 from hone.errors import ModelUnsupported, TemplateError
 from hone.inference.base import FinishReason
 from hone.wire.conversation import common_prefix
-from hone.wire.openai_chat import tool_call
+from hone.wire.openai.chat import tool_call
 
 Reasoning = Literal["none", "open", "optional", "channels"]
 """`none`: the template has no <think> tags, or the prompt has closed them. `open`: the prompt has

@@ -17,7 +17,7 @@ from hone.chat.hermes import CLOSE_CALL, OPEN_CALL
 from hone.chat.messages import check_tools
 from hone.chat.template import ChatTemplate
 from hone.errors import BadRequest, TemplateError
-from hone.wire.openai_chat import tool_call
+from hone.wire.openai.chat import tool_call
 
 _PROBE = "zq9probe"
 

@@ -19,7 +19,7 @@ from hone.config.base import Strict
 from hone.config.load import Loaded
 from hone.config.problems import Path, Problem, dotted, named
 from hone.errors import did_you_mean
-from hone.redact import is_secret
+from hone.files.redact import is_secret
 
 D = TypeVar("D", bound=BaseModel)
 

@@ -13,7 +13,7 @@ from `add_secrets_of`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hone.redact import HIDDEN, SecretValues, add_secrets, is_secret, redact_urls, url_secrets
+from hone.files.redact import HIDDEN, SecretValues, add_secrets, is_secret, redact_urls, url_secrets
 
 Path = tuple[str, ...]
 """The keys that lead to a value."""

@@ -22,8 +22,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hone.capture.base import SeenCall, Step
 from hone.errors import ConfigError, PolicyFailure
-from hone.rollout_record import EVALUATOR
-from hone.tally import as_float
+from hone.files.rollout_record import EVALUATOR
+from hone.tasks.tally import as_float
 from hone.trajectory import failure_of
 from hone.types import Failure
 from hone.workflow.outside import outside_reason

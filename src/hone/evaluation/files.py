@@ -22,13 +22,13 @@ from typing import Any
 from hone.config.base import EvalDatasetStructure
 from hone.config.schema import EVALS, Document, EvalGeneralConfig, EvalOutputConfig, name_of
 from hone.config.secrets import Secrets
-from hone.disk import append_lines, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError, StorageError
 from hone.evaluation.base import EvalInputItem, EvalOptions, EvalOutput, Score
 from hone.evaluation.results import ItemResult
 from hone.evaluation.steps import all_steps, events_of, read_steps, seconds_of
-from hone.lock import LockFile, holder, lock_directory
-from hone.redact import HIDDEN, redact_json, redact_urls
+from hone.files.disk import append_lines, open_lines, write_atomic
+from hone.files.lock import LockFile, holder, lock_directory
+from hone.files.redact import HIDDEN, redact_json, redact_urls
 from hone.workflow.jsonable import dumps
 
 log = logging.getLogger("hone")

@@ -24,11 +24,11 @@ from hone.capture.base import SeenCall
 from hone.config.base import EvaluatorBaseConfig, LLMRef
 from hone.config.build import Builder
 from hone.config.registry import register_evaluator
-from hone.disk import write_atomic
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.rule import text
-from hone.redact import redact_json
+from hone.files.disk import write_atomic
+from hone.files.redact import redact_json
 from hone.types import Directory
 from hone.wire.conversation import Continuations
 from hone.wire.json import objects_in

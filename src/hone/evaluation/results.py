@@ -20,8 +20,8 @@ from hone.config.policy import PolicyCalls
 from hone.errors import PolicyFailure
 from hone.evaluation.base import EvalInput, EvalInputItem, EvalOutput, Score, output_of
 from hone.evaluation.steps import calls_of, events_of, ours, steps_of
-from hone.place import is_line
-from hone.rollout_record import kinds_at_close
+from hone.files.place import is_line
+from hone.files.rollout_record import kinds_at_close
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure, answered_by_policy
 from hone.workflow.jsonable import as_text

@@ -17,8 +17,8 @@ from hone.config.registry import register_evaluator
 from hone.errors import RolloutError
 from hone.evaluation.base import BaseEvaluator, EvalInputItem, EvalOutputItem
 from hone.evaluation.judge import JudgeBaseConfig, VerdictCache, conversations
+from hone.evaluation.ranking import DEFAULT_RUBRIC, TrajectoryScore, rank
 from hone.evaluation.rule import text
-from hone.ranking import DEFAULT_RUBRIC, TrajectoryScore, rank
 from hone.trajectory import Messages
 from hone.workflow.llm import LLM
 

@@ -45,11 +45,11 @@ from hone.evaluation.results import (
     summary_of,
     with_remote_steps,
 )
-from hone.progress import Progress
-from hone.tally import run_together
+from hone.tasks.loop import run_loop
+from hone.tasks.progress import Progress
+from hone.tasks.tally import run_together
 from hone.workflow.endpoint import open_endpoint
 from hone.workflow.function import Function
-from hone.workflow.loop import run_loop
 from hone.workflow.paths import json_path
 from hone.workflow.run import HeldTime, RecordedCalls, run_rollout
 from hone.workflow.target import load_target

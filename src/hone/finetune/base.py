@@ -29,7 +29,8 @@ from hone.config.schema import CurriculumLearningConfig, FinetuneConfig, Finetun
 from hone.errors import ConfigError, HoneError, NotInThisVersion
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
 from hone.evaluation.run import Evaluation, EvaluationRunOutput
-from hone.event_log import EventLog
+from hone.files.event_log import EventLog
+from hone.files.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.finetune.calls import ModelServer, TrainedCalls
 from hone.finetune.journal import Journal
 from hone.finetune.resume import RunState
@@ -43,8 +44,7 @@ from hone.finetune.types import (
     Trajectory,
     TrajectoryCollection,
 )
-from hone.rollout_record import EpisodeItem, EpisodeItemRole
-from hone.tally import cancel_all
+from hone.tasks.tally import cancel_all
 
 __all__ = [
     "AdvantageSettings",

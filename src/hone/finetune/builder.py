@@ -29,6 +29,7 @@ from hone.config.schema import DEFAULT, RUNS, Document, FinetuneConfig
 from hone.errors import ConfigError, Conflict, HoneError
 from hone.evaluation.base import Score, unscored
 from hone.evaluation.run import ItemResult
+from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.base import (
     ModelServer,
     RoundRequest,
@@ -60,8 +61,7 @@ from hone.finetune.records import (
 from hone.finetune.rerender import episode
 from hone.finetune.resume import known_rollouts
 from hone.finetune.rollouts import Rollouts
-from hone.rollout_record import FailureRecord, RolloutRecord
-from hone.tally import run_together
+from hone.tasks.tally import run_together
 from hone.trajectory import failure_of
 from hone.workflow.jsonable import plain
 from hone.workflow.run import RolloutResult

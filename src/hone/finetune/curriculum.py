@@ -23,10 +23,10 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self, TypeVar
 
 from hone.config.schema import CurriculumLearningConfig
-from hone.credit import call_values, columns, is_flat
+from hone.files.rollout_record import RolloutRecord
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import AdvantageSettings, Trajectory, TrajectoryCollection
-from hone.rollout_record import RolloutRecord
+from hone.trajectory import call_values, columns, is_flat
 
 Groups = Sequence[Sequence[Trajectory]]
 T = TypeVar("T")

@@ -18,13 +18,13 @@ from hone.config.build import Builder
 from hone.config.registry import TrajectoryBuilderConfig, register_trajectory_builder
 from hone.config.schema import DEFAULT, RUNS, Document
 from hone.errors import ConfigError
+from hone.files.rollout_record import EpisodeItem
 from hone.finetune.base import RoundRequest, TrajectoryBuilder, TrajectoryCollection
 from hone.finetune.records import append_line
 from hone.finetune.rerender import message_item
 from hone.finetune.types import Trajectory
-from hone.rollout_record import EpisodeItem
 from hone.wire.conversation import common_prefix
-from hone.wire.openai_chat import TOOLS
+from hone.wire.openai.chat import TOOLS
 
 Message = dict[str, JsonValue]
 Objective = Literal["sft", "dpo"]

@@ -27,8 +27,8 @@ from hone.config import registry
 from hone.config.problems import Path as Keys
 from hone.config.schema import Document, FinetuneRunConfig
 from hone.config.secrets import Secrets
-from hone.disk import sha256_of
 from hone.evaluation.datasets import CustomDataset, as_target
+from hone.files.disk import sha256_of
 from hone.finetune.adapter_config import adapter_config_of
 from hone.workflow.command import CommandConfig
 from hone.workflow.framework import FrameworkConfig

@@ -23,16 +23,16 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from hone.disk import append_lines, move, open_lines, write_atomic
 from hone.errors import ConfigError, Conflict, StateError
-from hone.event_log import FILE as EVENTS
-from hone.event_log import IDS, first_error
+from hone.files.disk import append_lines, move, open_lines, write_atomic
+from hone.files.event_log import FILE as EVENTS
+from hone.files.event_log import IDS, first_error
+from hone.files.lock import LockFile, holder, in_use, lock_directory
+from hone.files.redact import redact_json
+from hone.files.rollout_record import RolloutRecord, Split, at_close, file_name
 from hone.finetune.fingerprint import differences
 from hone.finetune.records import trajectory_of
 from hone.finetune.types import Trajectory, TrajectoryCollection
-from hone.lock import LockFile, holder, in_use, lock_directory
-from hone.redact import redact_json
-from hone.rollout_record import RolloutRecord, Split, at_close, file_name
 from hone.types import Strict
 
 RUN_FILE = "run.json"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.schema import Document, FinetuneRunConfig
-from hone.disk import sha256_of
 from hone.evaluation.base import EvalInputItem
+from hone.files.disk import sha256_of
 from hone.report.text import counted, have
 
 IDS_SHOWN = 3

@@ -15,8 +15,8 @@ from hone.config.schema import Document, FinetuneRunConfig
 from hone.errors import HoneError
 from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import dataset_items
-from hone.event_log import FILE
-from hone.event_log import read as read_events
+from hone.files.event_log import FILE
+from hone.files.event_log import read as read_events
 from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
 from hone.finetune.dataset_builder import dataset_config_of

@@ -22,7 +22,6 @@ from hone.capture.scope import rollout
 from hone.config.build import Builder, Served
 from hone.config.policy import address_of
 from hone.config.schema import Document
-from hone.credit import is_flat
 from hone.errors import HoneError
 from hone.evaluation.run import Evaluation, ItemResult
 from hone.finetune.adapter import NO_CONNECTION
@@ -37,7 +36,8 @@ from hone.finetune.calls import (
 from hone.finetune.plan import Plan, plan, rollout_time
 from hone.finetune.rollouts import evaluators_marked
 from hone.report.text import counted
-from hone.tally import run_together
+from hone.tasks.tally import run_together
+from hone.trajectory import is_flat
 from hone.types import Failure
 from hone.workflow.failure import RolloutFailure
 from hone.workflow.llm import LLM

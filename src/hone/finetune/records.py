@@ -17,21 +17,21 @@ from typing import Any
 
 from hone.capture.base import SeenCall
 from hone.config.schema import FinetuneConfig
-from hone.disk import append_lines
 from hone.evaluation.base import Score
 from hone.evaluation.results import ItemResult, score_failure_kind
-from hone.event_log import IDS
-from hone.finetune.calls import TrainedCalls, shaped_rewards
-from hone.finetune.rerender import episode
-from hone.finetune.types import Trajectory
-from hone.redact import redact_json
-from hone.rollout_record import (
+from hone.files.disk import append_lines
+from hone.files.event_log import IDS
+from hone.files.redact import redact_json
+from hone.files.rollout_record import (
     CallRecord,
     FailureRecord,
     RolloutRecord,
     Split,
     StepRecord,
 )
+from hone.finetune.calls import TrainedCalls, shaped_rewards
+from hone.finetune.rerender import episode
+from hone.finetune.types import Trajectory
 from hone.types import Failure
 from hone.workflow.jsonable import plain
 from hone.workflow.run import RolloutResult

@@ -18,9 +18,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from hone.errors import ConfigError
+from hone.files.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.finetune.calls import Message, SampledCall
 from hone.finetune.types import DPOItem, Trajectory, TrajectoryCollection
-from hone.rollout_record import EpisodeItem, EpisodeItemRole
 from hone.trajectory import History, TrajectoryGroup
 from hone.trajectory import Trajectory as SentTrajectory
 from hone.wire.conversation import Continuations, text_of

@@ -15,14 +15,14 @@ from typing import NamedTuple, Self, TypeVar
 from hone.config.schema import EarlyStoppingConfig, FinetuneConfig
 from hone.errors import RolloutError
 from hone.evaluation.base import EvalInputItem
-from hone.event_log import EventLog, read
-from hone.events import Event, JobDone, JobFailed
+from hone.files.event_log import EventLog, read
+from hone.files.events import Event, JobDone, JobFailed
+from hone.files.rollout_record import RolloutRecord
 from hone.finetune.curriculum import Curriculum
 from hone.finetune.journal import Journal
 from hone.finetune.round_failures import none_collected
 from hone.report.history import RunHistory, Validation
 from hone.report.text import counted
-from hone.rollout_record import RolloutRecord
 
 T = TypeVar("T")
 

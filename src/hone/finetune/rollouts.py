@@ -22,17 +22,17 @@ from pydantic_core import from_json
 from hone.capture.base import SeenCall, Step
 from hone.capture.scope import outside_rollouts
 from hone.config.schema import FinetuneConfig
-from hone.disk import append_lines, open_lines
 from hone.errors import StateError
 from hone.evaluation.base import EvalInputItem
 from hone.evaluation.groups import Member, RolloutGroup
 from hone.evaluation.results import ItemResult
 from hone.evaluation.run import Evaluation
+from hone.files.disk import append_lines, open_lines
+from hone.files.redact import redact_json
+from hone.files.rollout_record import EVALUATOR, FailureRecord, RolloutRecord, Split, at_close
 from hone.finetune.base import RoundRequest
 from hone.finetune.calls import EVALUATION
 from hone.finetune.records import Place, event_fields
-from hone.redact import redact_json
-from hone.rollout_record import EVALUATOR, FailureRecord, RolloutRecord, Split, at_close
 from hone.wire.rollout import ATTEMPT
 from hone.workflow.failure import answered_by_policy
 from hone.workflow.jsonable import dumps, plain

@@ -10,8 +10,8 @@ they only warn. Only if one exception at one line ends most of a round is it a b
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hone.place import is_line
-from hone.rollout_record import EVALUATOR, RolloutRecord
+from hone.files.place import is_line
+from hone.files.rollout_record import EVALUATOR, RolloutRecord
 
 POLICY_FAILURES_WARNED = 0.05
 """Share of policy failures above which there is a warning."""

@@ -28,10 +28,11 @@ from hone.config.policy import describe
 from hone.config.registry import is_alias
 from hone.config.schema import Document, FinetuneConfig, FinetuneRunConfig
 from hone.config.secrets import Secrets
-from hone.disk import write_atomic
 from hone.errors import ConfigError, HoneError, ServerError
 from hone.evaluation.run import Evaluation, evaluation
-from hone.event_log import FILE, EventLog
+from hone.files.disk import write_atomic
+from hone.files.event_log import FILE, EventLog
+from hone.files.redact import redact
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
 from hone.finetune.checks import read_documents
 from hone.finetune.dataset_builder import dataset_config_of
@@ -41,13 +42,12 @@ from hone.finetune.overlap import overlap
 from hone.finetune.plan import dry_run
 from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
-from hone.interrupt import INTERRUPTED, Interrupts
-from hone.redact import redact
+from hone.loggers.process import Loggers
 from hone.report.display import Display
 from hone.report.text import counted
-from hone.sinks.loggers import Loggers
-from hone.tally import cancel_all
-from hone.workflow.loop import run_loop
+from hone.tasks.interrupt import INTERRUPTED, Interrupts
+from hone.tasks.loop import run_loop
+from hone.tasks.tally import cancel_all
 
 log = logging.getLogger("hone")
 

@@ -27,7 +27,8 @@ from hone.config.build import Builder
 from hone.config.registry import TrainerConfig, register_trainer
 from hone.config.schema import FinetuneConfig
 from hone.errors import ConfigError, HoneError, RolloutError, TrainingFailed
-from hone.event_log import FILE, EventLog
+from hone.files.event_log import FILE, EventLog
+from hone.files.rollout_record import not_by_policy
 from hone.finetune.base import (
     RoundRequest,
     Trainer,
@@ -51,7 +52,6 @@ from hone.finetune.round_failures import (
 from hone.finetune.validation import Validator
 from hone.report import diagnosis, metrics
 from hone.report.writer import Files
-from hone.rollout_record import not_by_policy
 
 log = logging.getLogger("hone")
 

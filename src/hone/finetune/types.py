@@ -13,10 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hone.credit import Baseline, Credit
 from hone.errors import ConfigError
-from hone.rollout_record import EpisodeItem
-from hone.train_config import TrainConfig
+from hone.files.rollout_record import EpisodeItem
+from hone.train_config import Baseline, Credit, TrainConfig
 
 _DEFAULTS = TrainConfig()
 

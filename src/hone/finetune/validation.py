@@ -21,8 +21,9 @@ from typing import Any
 from hone.config.schema import FinetuneConfig
 from hone.evaluation.base import EvalInputItem
 from hone.evaluation.run import Evaluation, ItemResult
-from hone.event_log import EventLog
-from hone.events import FinalValidationDone, ValidationResult
+from hone.files.event_log import EventLog
+from hone.files.events import FinalValidationDone, ValidationResult
+from hone.files.rollout_record import RolloutRecord, Split, at_close
 from hone.finetune.base import RoundRequest, TrainerAdapter
 from hone.finetune.journal import Journal
 from hone.finetune.records import Place, record_of, reward_or_substitute, score_of_reward
@@ -32,8 +33,7 @@ from hone.finetune.round_failures import crash_warning, infrastructure_error
 from hone.report.comparison import to_compare
 from hone.report.history import Validation
 from hone.report.text import counted, failed
-from hone.rollout_record import RolloutRecord, Split, at_close
-from hone.tally import run_together
+from hone.tasks.tally import run_together
 
 log = logging.getLogger("hone")
 

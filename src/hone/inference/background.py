@@ -21,7 +21,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from hone.niceness import lower_priority
+from hone.tasks.priority import lower_priority
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,7 +10,7 @@ dividing by their standard deviation would turn that rounding into full-sized ad
 from collections.abc import Sequence
 from math import sqrt
 
-from hone.credit import is_flat
+from hone.trajectory import is_flat
 
 EPS = 1e-6
 """Added to the standard deviation; ART's value."""

@@ -26,12 +26,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-from hone.disk import storage
 from hone.errors import HoneError
+from hone.files.disk import storage
 from hone.learner.packed import unpack_groups
+from hone.learner.process import MARK, LearnerSpec, WorkerInfo
 from hone.learner.staleness import check_fresh
-from hone.learner.worker import MARK, LearnerSpec, WorkerInfo
-from hone.niceness import lower_priority
+from hone.tasks.priority import lower_priority
 from hone.types import TrainConfig
 
 log = logging.getLogger("hone.learner")

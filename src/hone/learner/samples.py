@@ -18,10 +18,9 @@ from math import isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.credit import call_values, is_flat
 from hone.errors import SampleRefused
 from hone.learner.advantage import advantages
-from hone.trajectory import Trajectory, TrajectoryGroup
+from hone.trajectory import Trajectory, TrajectoryGroup, call_values, is_flat
 from hone.types import Call, TrainConfig
 
 

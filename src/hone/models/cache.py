@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hone.disk import move, sync
 from hone.errors import ServerError
+from hone.files.disk import move, sync
 from hone.models import gguf
 
 CONVERTER = 1

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hone.disk import storage
 from hone.errors import ModelUnsupported
+from hone.files.disk import storage
 from hone.models.architecture import FAMILIES, check_types
 from hone.models.weight_check import read_header, sha256_of_finite
 

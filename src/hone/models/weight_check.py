@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.disk import storage
 from hone.errors import ModelUnsupported
+from hone.files.disk import storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hone.disk import move, storage, sync
 from hone.errors import ModelUnsupported
+from hone.files.disk import move, storage, sync
 from hone.models.architecture import DecoderConfig
 from hone.models.cache import cache_home
 from hone.models.files import AGAIN, weight_files

@@ -137,7 +137,11 @@ class Answers:
 
 
 def _pair(
-    first: Sequence[str], last: Sequence[str], after: Sequence[ReportedRollout], middle: float, inputs: int
+    first: Sequence[str],
+    last: Sequence[str],
+    after: Sequence[ReportedRollout],
+    middle: float,
+    inputs: int,
 ) -> dict[str, Any]:
     """The fields about two answers; empty if the model did not collapse to two.
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from statistics import fmean, stdev
 
-from hone.events import JobDone
+from hone.files.events import JobDone
 from hone.report.estimate import by_example
 from hone.report.history import Round, RunHistory
 

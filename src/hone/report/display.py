@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Self
 
-from hone.event_log import EventLog, read
-from hone.events import (
+from hone.files.event_log import EventLog, read
+from hone.files.events import (
     EpochDone,
     EpochStarted,
     Event,
@@ -25,11 +25,11 @@ from hone.events import (
     RunStarted,
     ValidationStarted,
 )
-from hone.progress import LINE_S, console, write
+from hone.files.rollout_record import kinds_at_close
 from hone.report.history import RunHistory
 from hone.report.metrics import epoch_entry
 from hone.report.text import counted, duration, number
-from hone.rollout_record import kinds_at_close
+from hone.tasks.progress import LINE_S, console, write
 
 if TYPE_CHECKING:
     from rich.live import Live

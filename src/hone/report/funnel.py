@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hone.events import JobDone, JobFailed
+from hone.files.events import JobDone, JobFailed
 from hone.report.history import Round, RunHistory
 from hone.report.text import counted, number
 

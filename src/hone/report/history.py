@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
-from hone.events import (
+from hone.files.events import (
     EpochCollected,
     EpochDone,
     EpochStarted,
@@ -31,7 +31,7 @@ from hone.events import (
     ValidationResult,
     WarningLogged,
 )
-from hone.rollout_record import EVALUATOR, kinds_at_close
+from hone.files.rollout_record import EVALUATOR, kinds_at_close
 
 
 class Ended(NamedTuple):

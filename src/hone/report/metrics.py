@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.disk import write_atomic
+from hone.files.disk import write_atomic
 from hone.report.history import Round, RunHistory
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from hone.errors import ConfigError
-from hone.event_log import FILE, read
+from hone.files.event_log import FILE, read
 from hone.report import metrics
 from hone.report.comparison import Comparison, comparison
 from hone.report.estimate import (

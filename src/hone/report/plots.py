@@ -21,8 +21,8 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hone.disk import write_atomic
-from hone.events import JobFailed
+from hone.files.disk import write_atomic
+from hone.files.events import JobFailed
 from hone.report.estimate import Estimate, around
 from hone.report.headline import plot_title
 from hone.report.history import Round, RunHistory

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hone.disk import write_atomic
+from hone.files.disk import write_atomic
+from hone.files.rollout_record import file_name
 from hone.report import markdown
 from hone.report.answers import Answers
 from hone.report.diagnosis import FLAT, diagnosis
@@ -30,7 +31,6 @@ from hone.report.headline import headline, plot_title
 from hone.report.history import RunHistory
 from hone.report.outcome import Outcome, PolicyReward, measure
 from hone.report.text import counted, duration, ends, number, signed
-from hone.rollout_record import file_name
 
 SHORTEST_S = 0.05
 """A phase that would be shown as 0.0 s is not shown."""

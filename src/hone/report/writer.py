@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from hone.errors import StorageError
-from hone.event_log import EventLog, EventReader
+from hone.files.event_log import EventLog, EventReader
 from hone.report import metrics
 from hone.report.history import RunHistory
 

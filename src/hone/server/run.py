@@ -19,22 +19,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hone.disk import storage, write_atomic
 from hone.errors import ServerError
+from hone.files.disk import storage, write_atomic
+from hone.files.lock import LockFile, LockHeld
+from hone.files.logs import OUTPUTS, say
 from hone.inference.background import in_own_thread
 from hone.inference.base import Engine
-from hone.lock import LockFile, LockHeld
-from hone.logs import OUTPUTS, say
-from hone.server.app import create_apps
-from hone.server.auth import check_advertised, check_networks, ensure_key
-from hone.server.gpus import check_device, unused_gpu
-from hone.server.listen import (
+from hone.server.http.app import create_apps
+from hone.server.http.auth import check_advertised, check_networks, ensure_key
+from hone.server.http.listen import (
     AppServer,
     bind,
     max_connections,
     port_of,
     raise_descriptor_limit,
 )
+from hone.server.serve.gpus import check_device, unused_gpu
 from hone.server.settings import Settings
 from hone.server.state import State
 from hone.server.telemetry import start_logging, stop_logging

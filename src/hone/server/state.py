@@ -13,25 +13,25 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from hone.errors import StorageError
-from hone.learner.worker import LearnerProcess
-from hone.logs import say
-from hone.server.bodies import BodyBudget
-from hone.server.conversations import Conversations
-from hone.server.holds import Holds
-from hone.server.learners import StartLearner
-from hone.server.recorder import Recorder
-from hone.server.service import TrainingService
-from hone.server.serving import OpenEngine, Serving
+from hone.files.logs import say
+from hone.learner.process import LearnerProcess
+from hone.server.limits import BodyBudget
+from hone.server.serve.conversations import Conversations
+from hone.server.serve.holds import Holds
+from hone.server.serve.policies import OpenEngine, Serving
+from hone.server.serve.recorder import Recorder
 from hone.server.settings import Settings
 from hone.server.supervision import Part, repeat
 from hone.server.telemetry import Metrics, rotate_output
+from hone.server.train.learners import StartLearner
+from hone.server.train.loop import TrainingService
 from hone.server.workers import WorkerPool
 from hone.store import calls, jobs, models
 from hone.store.checkpoints import Checkpoints, prune_groups
 from hone.store.database import STATE, Store, make_root
 from hone.store.deletion import Deletions
 from hone.store.rename import Renames
-from hone.tally import cancel_all
+from hone.tasks.tally import cancel_all
 from hone.types import ModelKey
 
 PRUNE_S = 600.0

@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hone import retries
 from hone.errors import Unavailable
-from hone.logs import log
-from hone.redact import redact
+from hone.files.logs import log
+from hone.files.redact import redact
+from hone.tasks import retries
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from hone.logs import OUTPUTS, log
-from hone.redact import HIDDEN, redact_json, redact_line
+from hone.files.logs import OUTPUTS, log
+from hone.files.redact import HIDDEN, redact_json, redact_line
 from hone.server.settings import Settings
 from hone.types import SERVER_OUTPUT
 

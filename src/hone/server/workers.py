@@ -28,11 +28,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from hone.disk import storage
 from hone.errors import HoneError, ServerError, Unavailable
-from hone.logs import say
-from hone.niceness import lower_priority
-from hone.owned import make_owned
+from hone.files.disk import storage
+from hone.files.logs import say
+from hone.files.owned import make_owned
+from hone.tasks.priority import lower_priority
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -23,9 +23,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.disk import move, open_lines, output, sha256_of, storage, sync
 from hone.errors import Conflict, StateError
-from hone.owned import MARK, discard, lock_directory, make_owned, remove_owned
+from hone.files.disk import move, open_lines, output, sha256_of, storage, sync
+from hone.files.owned import MARK, discard, lock_directory, make_owned, remove_owned
 from hone.store.checkpoints import HISTORY, MANIFEST, UNPROVED, Checkpoints
 from hone.store.database import STATE, state_file
 from hone.types import ModelKey

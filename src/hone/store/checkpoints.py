@@ -32,13 +32,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hone.disk import append_lines, move, sha256_of, storage, sync, write_atomic
 from hone.errors import ConfigError, Conflict, NotFound
-from hone.logs import say
-from hone.model_files import model_directory
-from hone.redact import redact_json
+from hone.files.disk import append_lines, move, sha256_of, storage, sync, write_atomic
+from hone.files.logs import say
+from hone.files.redact import redact_json
 from hone.store.failpoints import failpoint
-from hone.types import ModelKey
+from hone.types import ModelKey, model_directory
 
 FAILPOINTS = (
     "checkpoint/before-fill",

@@ -25,8 +25,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hone.disk import storage
 from hone.errors import Forbidden, NotFound, ServerError, StateError
+from hone.files.disk import storage
 from hone.store.failpoints import failpoint
 
 FAILPOINTS = ("store/before-commit", "store/after-commit")

@@ -18,9 +18,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hone.disk import storage
 from hone.errors import Conflict, NotFound, StorageError
-from hone.logs import say
+from hone.files.disk import storage
+from hone.files.logs import say
 from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoints
 from hone.store.database import Store

@@ -18,11 +18,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from hone.disk import move, output
 from hone.errors import Conflict, NotFound
+from hone.files.disk import move, output
+from hone.files.owned import MARK, discard, lock_directory, make_owned, remove_owned
 from hone.models.files import ModelFiles
 from hone.models.find import find
-from hone.owned import MARK, discard, lock_directory, make_owned, remove_owned
 from hone.store.base_weights import BaseWeights
 from hone.store.checkpoints import MANIFEST, Checkpoint, Checkpoints
 from hone.store.database import Store, state_file

@@ -23,7 +23,7 @@ from sqlite3 import Error as SQLiteError
 from typing import Any, get_args
 
 from hone.errors import BadRequest, Busy, Conflict, NotFound, StateError, StorageError
-from hone.redact import redact, redact_json
+from hone.files.redact import redact, redact_json
 from hone.store.database import Store
 from hone.store.failpoints import failpoint
 from hone.store.job_events import ENDED_AT, EVENTS_SCHEMA, JobEvents, event_of_move

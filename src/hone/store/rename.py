@@ -13,9 +13,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hone.disk import move, storage
 from hone.errors import Conflict, NotFound
-from hone.logs import say
+from hone.files.disk import move, storage
+from hone.files.logs import say
 from hone.store.calls import CallStore
 from hone.store.checkpoints import Checkpoints
 from hone.store.database import Store

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
 from hone.errors import StateError
-from hone.logs import say
+from hone.files.logs import say
 from hone.store.database import Store
 
 Model = TypeVar("Model", bound=BaseModel)

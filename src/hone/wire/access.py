@@ -16,7 +16,7 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from hone.errors import Forbidden
-from hone.redact import add_secrets
+from hone.files.redact import add_secrets
 
 Network = IPv4Network | IPv6Network
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from hone import errors
 from hone.errors import BadRequest, HoneError, did_you_mean
-from hone.redact import redact
+from hone.files.redact import redact
 
 _STATUS = (
     (errors.NotFound, 404),

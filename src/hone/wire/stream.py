@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hone.wire.base import Event
 from hone.wire.json import object_or_empty, write_json
-from hone.wire.openai_response_client import text_of
+from hone.wire.openai.dialect import Event
+from hone.wire.openai.response_client import text_of
 
 _END = re.compile(
     rb"^(data: ?\[DONE\]|event: ?(response\.(completed|incomplete|failed)|message_stop)\r?$)", re.M

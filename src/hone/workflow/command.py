@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
 from hone.errors import AgentCrashed, ConfigError, PolicyFailure
-from hone.redact import redact
+from hone.files.redact import redact
 from hone.workflow.address import (
     ADDRESS_NAMES,
     Address,

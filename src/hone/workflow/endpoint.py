@@ -18,7 +18,7 @@ import httpx2
 from hone.capture.base import current
 from hone.capture.scope import not_captured
 from hone.errors import AgentCrashed, ConfigError, PolicyFailure
-from hone.redact import redact_start, redact_urls
+from hone.files.redact import redact_start, redact_urls
 from hone.workflow.function import Function
 from hone.workflow.jsonable import dumps
 from hone.workflow.outside import outside_in

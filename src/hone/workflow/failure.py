@@ -25,9 +25,9 @@ from hone.capture.base import SeenCall
 from hone.capture.openai import LEFT, UNANSWERED
 from hone.config.policy import PolicyCalls
 from hone.errors import AgentCrashed, AgentFailed, PolicyFailure
-from hone.place import chain_of, place_in, place_waited_at
-from hone.redact import redact
-from hone.rollout_record import FailureKind
+from hone.files.place import chain_of, place_in, place_waited_at
+from hone.files.redact import redact
+from hone.files.rollout_record import FailureKind
 from hone.trajectory import failure_of
 from hone.types import Failure
 from hone.workflow.outside import api_code, is_outside_answer, reason_of

@@ -20,7 +20,7 @@ from hone.capture.scope import not_captured
 from hone.config.build import Builder
 from hone.config.registry import FunctionBaseConfig, LLMRef, register_function
 from hone.errors import AgentCrashed, PolicyFailure
-from hone.redact import redact_start, redact_urls
+from hone.files.redact import redact_start, redact_urls
 from hone.workflow.address import ADDRESS_NAMES, Address, check_placeholders, fill, workflow_llm
 from hone.workflow.fit import as_text
 from hone.workflow.function import FunctionInfo

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from hone.capture.scope import not_captured
 from hone.errors import AgentCrashed, ConfigError
 from hone.model import CONNECT_S
-from hone.wire.openai_response_client import read_response, response_request
+from hone.wire.openai.response_client import read_response, response_request
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -26,7 +26,7 @@ from hone.errors import (
     UnknownModel,
     Unreachable,
 )
-from hone.place import chain_of
+from hone.files.place import chain_of
 
 LISTED = "infrastructure_exceptions"
 """The reason of an exception that the YAML lists."""

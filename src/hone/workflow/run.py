@@ -24,11 +24,11 @@ from hone.config.build import build
 from hone.config.policy import PolicyCalls
 from hone.config.schema import read
 from hone.errors import ConfigError, HoneError
+from hone.tasks.loop import run_loop
 from hone.types import RecordedCall
 from hone.workflow.deadline import Deadline
 from hone.workflow.failure import RolloutFailure, answered_by_policy, raised, timed_out
 from hone.workflow.function import Function
-from hone.workflow.loop import run_loop
 
 RecordedCalls = Callable[[str], Awaitable[list[RecordedCall]]]
 """Rollout id -> the calls that the server recorded."""

@@ -15,9 +15,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from hone.backends.base import Named
 from hone.errors import HoneError
-from hone.model_files import model_directory
-from hone.progress import Progress
-from hone.retries import retry
+from hone.tasks.progress import Progress
+from hone.tasks.retries import retry
+from hone.types import model_directory
 
 __all__ = [
     "DatasetBatch",

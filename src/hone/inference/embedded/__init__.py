@@ -1,0 +1,1 @@
+"""The engine in plain torch: continuous batching, KV cache, prefix cache."""

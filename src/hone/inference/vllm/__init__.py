@@ -1,0 +1,1 @@
+"""The vLLM engine: a vLLM server in a separate process."""

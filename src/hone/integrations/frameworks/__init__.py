@@ -1,0 +1,1 @@
+"""Workflows that are agents of LangGraph, Google ADK and LlamaIndex."""

@@ -1,0 +1,1 @@
+"""Other formats of rollouts: ATIF, OpenAI messages, Parquet."""

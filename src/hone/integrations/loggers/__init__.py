@@ -1,0 +1,1 @@
+"""The services and files that a run is sent to."""

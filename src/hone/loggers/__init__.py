@@ -1,0 +1,1 @@
+"""Send a run to the loggers of its YAML: the protocol, the feed and the processes."""

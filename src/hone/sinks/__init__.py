@@ -1,1 +1,0 @@
-"""Send a run to W&B, Langfuse, MLflow and others, each in a separate process."""

@@ -1,0 +1,1 @@
+"""Run work in this process: together, again, in a loop that ends, with progress and until Ctrl-C."""
