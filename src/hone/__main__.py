@@ -1,7 +1,7 @@
 """The `hone` command and `python -m hone`: how the process starts and ends.
 
 In:   arguments; SIGINT at any time; threads that a workflow left behind
-Out:  what cli.py does; status 130 without a traceback after an interrupt during the imports
+Out:  what cli/app.py does; status 130 without a traceback after an interrupt during the imports
 
 Importing the command line takes up to seconds, and a KeyboardInterrupt inside it would reach code of
 other packages, which may print or swallow it. Nothing needs to be cleaned up then, so the process

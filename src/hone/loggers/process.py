@@ -1,7 +1,7 @@
 """The loggers of a run: start their processes, notify them, and report those that stopped.
 
 In:   the configurations under `loggers:`, and the event log of the run
-Out:  one process per logger (worker.py); `logger_stopped` events
+Out:  one process per logger (child.py); `logger_stopped` events
 
 Nothing here waits for a logger during the run: an event is a byte in a pipe, and a full pipe is
 skipped, because the process still has bytes to read. A logger that stopped is reported once. What

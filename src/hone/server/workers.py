@@ -1,6 +1,6 @@
 """Worker processes for request bodies that are too large for the event loop.
 
-In:   a function of chat_tasks.py or job_tasks.py, and its arguments
+In:   a function of serve/chat_tasks.py or train/tasks.py, and its arguments
 Out:  its return value, or the HoneError it raises
 
 Parsing JSON, validating it and tokenizing hold the GIL, so in a thread they would block the event

@@ -1,6 +1,6 @@
 """An adapter staged for vLLM: a copy of its files, and the digests of the tensors vLLM must hold.
 
-In:   a PEFT directory, and the digests that vLLM's workers report (vllm_worker.py)
+In:   a PEFT directory, and the digests that vLLM's workers report (extension.py)
 Out:  StagedAdapter; the difference between the two, as text
 
 vLLM casts A and B to the dtype of its buffers and multiplies B by the scale in that dtype. The same

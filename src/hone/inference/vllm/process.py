@@ -4,7 +4,7 @@ In:   a Python interpreter with vLLM, the arguments of `vllm serve`
 Out:  VllmEnvironment (version and known arguments); VllmProcess, which answers on a Unix socket
 
 The server has its own process group and a pipe from this process: when this process ends, even by
-SIGKILL, the group is killed (vllm_worker.py). Its output goes to a log file; the last lines are
+SIGKILL, the group is killed (extension.py). Its output goes to a log file; the last lines are
 part of every error. The socket is in a directory that only this user can enter, so vLLM's
 development routes are not reachable by others.
 """
@@ -69,7 +69,7 @@ STAGES = {
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """Name of the loopback interface."""
 WORKER = "hone_vllm_worker"
-"""Name of the copy of vllm_worker.py."""
+"""Name of the copy of extension.py."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def find_vllm(python: str) -> VllmEnvironment | None:
     source = Path(vllm_worker.__file__).read_text(encoding="utf-8")
     try:
         # As text, not as a file: a script's directory comes first on sys.path, and it contains
-        # vllm.py.
+        # engine.py.
         run = subprocess.run(
             [python, "-c", source, "describe"],
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """ART's wire protocol, for unmodified clients.
 
 In:   requests of `openpipe-art` 0.3 to 0.5.17, and of NAT's plugin through it
-Out:  the responses they expect, from the same functions that training.py calls
+Out:  the responses they expect, from the same functions that training_routes.py calls
 
 Registering a model and asking for its step load nothing, because ART's clients time out after five
 seconds. A training call is answered while its job runs, one JSON line per gradient step; the stream

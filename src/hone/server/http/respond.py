@@ -3,7 +3,7 @@
 In:   an HTTP request, and the Dialect (wire/openai/dialect.py) of its route
 Out:  the dialect's response or events; every choice recorded
 
-One request: parse (wire/) -> admit -> resolve the model's name (serving.py) -> build the prompt
+One request: parse (wire/) -> admit -> resolve the model's name (policies.py) -> build the prompt
 (prepare.py) -> sample and record (generation.py) -> write (wire/). A client that disconnects
 cancels its request at any point.
 

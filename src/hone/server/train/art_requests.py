@@ -209,7 +209,7 @@ class KeepRequest(_Request):
 
 def model_spec(model: ArtModel, check_arg: CheckArg | None = None) -> ModelSpec:
     """The model to register. Loads nothing: ART's clients wait five seconds for this."""
-    assert model.base_model is not None, "art.py registers only models that can be trained"
+    assert model.base_model is not None, "art_routes.py registers only models that can be trained"
     spec, defaults = read_args(
         model.internal or {}, base_model=model.base_model, root=(INTERNAL,), check_arg=check_arg
     )

@@ -8,7 +8,7 @@ learners share a GPU: then they learn one after the other. The result of a job i
 checkpoint, groups and configuration: the learner, which is kept between jobs, loads the pinned
 checkpoint with its optimizer's state before each. So a job that a crash interrupted gives the same
 adapter, bit for bit, when it runs again. What was saved before the crash is not learned again: the
-checkpoint's manifest names the job, and holds what the proof needs. job_stages.py decides what happens
+checkpoint's manifest names the job, and holds what the proof needs. stages.py decides what happens
 to a job that fails.
 """
 
