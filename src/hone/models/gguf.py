@@ -6,6 +6,9 @@ Out:  config.json, generation_config.json, model*.safetensors in float32, tokeni
 
 An unknown field, tensor or pre-tokenizer is refused, because a model without one factor or one digit
 rule still writes fluent text, with other ids.
+
+transformers reads GGUF files too, with equal weights, but it passes over what it does not know, and
+gives SmolLM2's digits other ids.
 """
 
 import json

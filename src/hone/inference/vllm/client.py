@@ -4,8 +4,8 @@ In:   prompt ids and Sampling; paths and bodies of vLLM's other routes
 Out:  Deltas; JSON; EngineFailed with the end of vLLM's log if the server is gone
 
 A request has every sampling parameter, so that no default of the server or of the model applies.
-Hundreds of requests run at the same time, so the client is aiohttp: the time that httpx needs for a
-request grows with the square of the number of open connections.
+Streams arrive token by token, hundreds at a time, so the client is aiohttp: httpx2, hone's other
+client, needs a multiple of its CPU time for an event.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from itertools import repeat
 from typing import Any
 
 import aiohttp
-import httpx
+import httpx2
 from pydantic_core import from_json, to_json
 
 from hone.errors import EngineError, EngineFailed, GrammarError, HoneError
@@ -287,7 +287,7 @@ def completion_body(
     }
 
 
-def check_logprobs(client: httpx.Client, url: str, name: str) -> None:
+def check_logprobs(client: httpx2.Client, url: str, name: str) -> None:
     """Refuse a server that does not report the log-probabilities that it samples with.
 
     At temperature 2 with top_k 1, only tokens with the best score can be sampled. A server that

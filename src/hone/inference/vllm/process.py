@@ -27,7 +27,7 @@ from functools import cache
 from json import loads
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from hone.errors import EngineError, EngineFailed
 from hone.files.logs import output_file, write_output
@@ -329,9 +329,9 @@ class VllmProcess:
                 plain.connect(str(self.socket))
         except OSError:
             return False
-        transport = httpx.HTTPTransport(uds=str(self.socket))
+        transport = httpx2.HTTPTransport(uds=str(self.socket))
         try:
-            with httpx.Client(transport=transport, timeout=5.0) as client:
+            with httpx2.Client(transport=transport, timeout=5.0) as client:
                 return client.get("http://vllm/health").status_code == 200
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             return False

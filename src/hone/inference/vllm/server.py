@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import httpx
+import httpx2
 
 from hone.errors import ConfigError, EngineError, EngineFailed
 from hone.files.logs import say, show
@@ -94,10 +94,10 @@ def start_server(
     try:
         with start(process):
             process.start(environment, arguments, env=env, tell=tell)
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(process.socket))) as client:
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(process.socket))) as client:
             check_logprobs(client, "http://vllm", BASE_NAME)
             kv_bytes = _kv_bytes(client)
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         process.stop()  # its log is then read to the end
         reason = str(error).partition("\n")[0]
         raise EngineFailed(f"vLLM cannot answer: {reason}. {process.log_end()}") from None
@@ -147,7 +147,7 @@ def _long_from(files: ModelFiles) -> int | None:
     return int(length) if length and kind in LONGROPE else None
 
 
-def _kv_bytes(client: httpx.Client) -> int:
+def _kv_bytes(client: httpx2.Client) -> int:
     body = {"method": "hone_kv_bytes"}
     response = client.post("http://vllm/collective_rpc", json=body, timeout=CONTROL_S)
     return sum(sum(worker) for worker in response.raise_for_status().json()["results"])
@@ -157,7 +157,7 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
     """A running vLLM server, for a model by name. Blocking."""
     files, url = find(name), url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(timeout=CONNECT_S) as client:
+        with httpx2.Client(timeout=CONNECT_S) as client:
             version = client.get(f"{url}/version").raise_for_status().json()["version"]
             check_version(version, where=url)
             cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
@@ -169,7 +169,7 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
                     f"the learner does not. Start vLLM with --max-model-len {long_from}."
                 )
             check_logprobs(client, url, card["id"])
-    except (httpx.HTTPError, StopIteration, KeyError, ValueError) as error:
+    except (httpx2.HTTPError, StopIteration, KeyError, ValueError) as error:
         raise EngineError(
             f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
         ) from None
