@@ -102,11 +102,11 @@ test-frameworks: $(INSTALLED)
 	HONE_ALL_FRAMEWORKS=1 HONE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 test-sinks: $(INSTALLED)
-	HONE_ALL_SINKS=1 $(BIN)/python -m pytest tests/sinks $(ARGS)
+	HONE_ALL_SINKS=1 $(BIN)/python -m pytest tests/loggers $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
 	HONE_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm \
-	  tests/inference/test_vllm.py tests/inference/test_vllm_families.py tests/e2e/test_vllm.py $(ARGS)
+	  tests/inference/vllm/test_engine.py tests/inference/vllm/test_engine_families.py tests/e2e/test_vllm.py $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/build.py

@@ -100,11 +100,11 @@ RUN_INTRO = (
 FAMILIES_INTRO = (
     "This page lists what the tests prove of each model family. Each is a tiny random model of the real "
     "configuration class. Learner: log-probabilities and the adapter's gradient equal those of unshared "
-    "passes through transformers (`tests/learner/test_families.py`). Embedded: hone's own decoder, which "
+    "passes through transformers (`tests/learner/test_transformers_body_families.py`). Embedded: hone's own decoder, which "
     "the embedded engine and the learner on a CPU use, runs the configuration; it refuses the others. "
     "vLLM: `make test-vllm` serves it with adapters on all linear layers that the learner trains: published "
     "with proof, and log-probabilities equal those of transformers with PEFT "
-    "(`tests/inference/test_vllm_families.py`; vLLM on a CPU computes no experts with LoRA). Template, "
+    "(`tests/inference/vllm/test_engine_families.py`; vLLM on a CPU computes no experts with LoRA). Template, "
     "bridging: prompts equal the model's own template, and turns are continued with their sampled ids "
     "(`tests/chat`). A dash means that no test covers it, not that it fails."
 )

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 import pytest
 
 TESTS = Path(__file__).parent
-FOLDERS = tuple(TESTS / name for name in ("docs", "e2e", "examples", "frameworks", "sinks"))
+FOLDERS = tuple(TESTS / name for name in ("docs", "e2e", "examples", "frameworks", "loggers"))
 """All tests of these folders are e2e. Elsewhere the marker is on the file or on the test."""
 INSTALLERS = {"npm", "npx", "pip", "pip3", "uv", "virtualenv", "venv", "ensurepip"}
 SHELLS = {"bash", "sh"}

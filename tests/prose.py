@@ -271,8 +271,12 @@ def prose(
 
 
 def _place_of(item: pytest.Item) -> tuple[str, str]:
-    """The folder of a test, and what its heading says."""
-    return str(item.path.parent), f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+    """The folder in tests/ that holds a test, and what its heading says."""
+    tests = REPOSITORY / "tests"
+    inside = item.path.relative_to(tests).parts if item.path.is_relative_to(tests) else ()
+    folder = tests / inside[0] if len(inside) > 1 else item.path.parent
+    file = item.path.relative_to(folder).as_posix()
+    return str(folder), f"{file}::{item.nodeid.partition('::')[2]}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,5 @@
-"""The import contracts hold, each notices a breach of it, and a word names one class."""
+"""The import contracts hold, each notices a breach of it, also by a string; a word names one class;
+tests are where their modules are."""
 
 import ast
 import os
@@ -27,7 +28,7 @@ BREACHES = {
         "chat.template",
         "hone.store.database",
     ),
-    "engine and learner know no messages": ("learner.worker", "hone.chat.messages"),
+    "engine and learner know no messages": ("learner.process", "hone.chat.messages"),
     "the dialects know neither side of the wire": ("wire.stream", "hone.capture.base"),
     "a report reads the run directory and nothing else": (
         "report.history",
@@ -38,9 +39,47 @@ BREACHES = {
         "hone.inference.base",
     ),
     "nothing outside hone.art imports ART's names": ("gather", "hone.art.batches"),
+    "only the composition root and the command line know the guests": (
+        "loggers.process",
+        "hone.integrations.loggers.otel",
+    ),
+    "nothing imports the composition root and the command line": (
+        "finetune.run",
+        "hone.composition",
+    ),
     ACYCLIC: ("capture.base", "hone.capture.scope"),
 }
 """By contract, a module and what it must not import."""
+
+PROCESSES = {
+    "hone.chat.jinja_child": "chat/jinja_process.py",
+    "hone.inference.grammar_check": "inference/grammar.py",
+    "hone.learner.child": "learner/process.py",
+    "hone.loggers.child": "loggers/process.py",
+}
+"""By module that is run with `python -m`, the file that starts it."""
+
+ROOMS = [
+    path.name
+    for path in sorted((ROOT / "src/hone").iterdir())
+    if path.is_dir() and (ROOT / "tests" / path.name).is_dir() and path.name != "art"
+]
+"""Folders of modules and tests; tests/art has scripts for the environment of the art package."""
+SUBJECTS = {
+    "config": ["config/plugin_package"],
+    "evaluation": ["evaluation/conformance"],
+    "learner": ["learner/bf16", "learner/cuda", "learner/with_engine"],
+    "server": [
+        f"server/{subject}"
+        for subject in (
+            *("backup_live", "constrained", "deadlines", "delete", "families", "faults", "fuzz"),
+            *("growth", "load", "locks", "malformed_models", "rename", "secrets", "templates"),
+            *("threads", "versions"),
+        )
+    ],
+    "workflow": ["workflow/frameworks"],
+}
+"""By folder, the tests whose subject is more than one module: what a whole server or a run does."""
 
 WORDS = {
     **dict.fromkeys(
@@ -86,6 +125,76 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_no_module_is_imported_by_a_string():
+    """import-linter does not see `import_module("hone.x")`, so there is none."""
+    modules = {
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "src/hone").rglob("*.py")
+    }
+    named = []
+    for path in sorted((ROOT / "src/hone").rglob("*.py")):
+        if path.name == "__init__.py":  # lazy names, below
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        loggers = {
+            id(argument)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and "getLogger" in ast.dump(node.func)
+            for argument in node.args
+        }
+        named += [
+            f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and id(node) not in loggers
+            if node.value in modules - PROCESSES.keys() - {"hone"}
+        ]
+    assert not named, "\n".join(named)
+
+
+@pytest.mark.parametrize("module", PROCESSES)
+def test_a_module_that_is_a_process_is_named_in_its_own_folder(module: str):
+    """`python -m MODULE` is a string, too: only the module that starts the process names it."""
+    named = {
+        str(path.relative_to(ROOT / "src/hone"))
+        for path in (ROOT / "src/hone").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == module
+    }
+    assert named == {PROCESSES[module]}
+
+
+def test_lazy_names_are_those_that_a_type_checker_sees():
+    """`hone/__init__.py` names modules by strings; import-linter counts the imports beside them."""
+    tree = ast.parse((ROOT / "src/hone/__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name: node.module.removeprefix("hone.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hone.")
+        for alias in node.names
+    }
+    [home] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOME"
+    ]
+    assert home == imported
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_tests_are_where_their_modules_are(room: str):
+    """tests/ROOM/.../test_MODULE.py, test_MODULE_SUBJECT.py, or a subject of several modules."""
+    modules = {
+        path.relative_to(ROOT / "src/hone").with_suffix("").as_posix()
+        for path in (ROOT / "src/hone" / room).rglob("*.py")
+    }
+    apart = []
+    for path in sorted((ROOT / "tests" / room).rglob("test_*.py")):
+        name = path.relative_to(ROOT / "tests").with_suffix("").as_posix().replace("/test_", "/")
+        if not any(name == module or name.startswith(f"{module}_") for module in modules):
+            apart.append(name)
+    assert apart == sorted(SUBJECTS.get(room, ()))
 
 
 @pytest.mark.parametrize("word", sorted(WORDS))

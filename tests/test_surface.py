@@ -78,7 +78,7 @@ def test_star_import_gives_every_name():
     assert set(hone.__all__) <= set(done.split())
 
 
-LIGHT = ("errors", "types", "trajectory", "model", "gather", "retries", "capture.scope")
+LIGHT = ("errors", "types", "trajectory", "model", "gather", "tasks.retries", "capture.scope")
 
 
 def test_importing_the_sdk_loads_nothing_heavy():

@@ -54,7 +54,7 @@ VERBS: Mapping[str, Verb] = {
     "art": Verb("test-art", ("tests/art", "tests/frameworks/constraints-a.txt", *_CLIENTS)),
     "nat": Verb("test-nat", ("tests/nat", "tests/art/run.py", "tests/plugin", *_CLIENTS)),
     "frameworks": Verb("test-frameworks", ("tests/frameworks", "tests/conformance", *_CLIENTS)),
-    "sinks": Verb("test-sinks", ("tests/sinks", "tests/environments.py")),
+    "sinks": Verb("test-sinks", ("tests/loggers", "tests/environments.py")),
     "vllm": Verb(
         "test-vllm",
         ("constraints-vllm.txt", "tests/inference", "tests/conformance", "tests/e2e"),

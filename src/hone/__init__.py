@@ -86,7 +86,7 @@ _HOME = {
     "function": "capture.named",
     "gather_trajectories": "gather",
     "gather_trajectory_groups": "gather",
-    "retry": "retries",
+    "retry": "tasks.retries",
     "rollout": "capture.scope",
     "step": "capture.scope",
     "trajectory_group_batches": "gather",

@@ -18,9 +18,9 @@ import httpx
 import pytest
 from tests.environments import ROOT
 from tests.inference.conftest import write_vllm
-from tests.inference.test_vllm_process import MAIN, READY
+from tests.inference.vllm.test_process import MAIN, READY
+from tests.loggers import file_sink
 from tests.patience import PATIENCE_S
-from tests.sinks import file_sink
 
 from hone import LocalBackend
 from hone.config.base import first_missing

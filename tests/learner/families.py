@@ -44,7 +44,7 @@ class Family:
     embedded: bool = False
     """Whether hone's own decoder, and with it the embedded engine, runs this configuration."""
     vllm: bool = False
-    """Whether tests/inference/test_vllm_families.py serves it with vLLM."""
+    """Whether tests/inference/vllm/test_engine_families.py serves it with vLLM."""
     chat: str = ""
     """Its chat template in tests/chat, if rendering and bridging are tested with it."""
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.learner.families import FAMILIES, Family, write_factors
-from tests.learner.test_families import (
+from tests.learner.test_transformers_body import check_rounding
+from tests.learner.test_transformers_body_families import (
     families,
     gradients,
     label_weights,
     random_lora,
     samples,
 )
-from tests.learner.test_transformers_body import check_rounding
 
 from hone.learner.forward import row_logprobs
 from hone.learner.learner import Learner

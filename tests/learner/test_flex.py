@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from tests.learner.families import FAMILIES, write_factors
-from tests.learner.test_families import random_lora, samples
 from tests.learner.test_forward import random_samples
+from tests.learner.test_transformers_body_families import random_lora, samples
 from torch import Tensor
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.learner.families import FAMILIES, SIZES, VOCAB, Family, write_factors
-from tests.learner.test_families import compared, gradients, random_lora, samples
+from tests.learner.test_transformers_body_families import compared, gradients, random_lora, samples
 from tests.prose import Prose
 from torch.multiprocessing.reductions import StorageWeakRef
 

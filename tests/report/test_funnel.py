@@ -10,7 +10,7 @@ import pytest
 from tests.finetune.runs import STORIES, events
 from tests.report.test_metrics import collected, history_of, job, rollout, started
 from tests.report.test_report import finished, log
-from tests.report.test_sections import section_text
+from tests.report.test_report_sections import section_text
 
 import hone
 from hone.files.rollout_record import EVALUATOR

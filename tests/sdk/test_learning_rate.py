@@ -84,7 +84,7 @@ async def test_the_page_names_the_default_of_every_client(serve: Serve):
         "YAML": ScheduledTrainConfig().job_keys(0, 1)["learning_rate"],
         "`hone.art.TrainableModel.train`": of_wing(None).learning_rate,
         "`hone.art.ArtBackend`": (await sent_by_art_package(serve, {}))["learning_rate"],
-        # tests/server/test_art.py sends such a request over HTTP.
+        # tests/server/http/test_art_routes.py sends such a request over HTTP.
         "ART's HTTP client": ART_DEFAULTS["learning_rate"],
     }
     assert set(table().values()) == {5e-5, 5e-6}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from tests.chat.conftest import build_tokenizer
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server, write_model
-from tests.server.test_chat import HELLO, client
+from tests.server.http.test_chat_routes import HELLO, client
 
 from hone.inference.embedded.engine import EmbeddedEngine
 from hone.inference.grammar import Grammars

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import torch
 from tests.inference.conftest import write_vllm
-from tests.inference.test_vllm_process import MAIN
+from tests.inference.vllm.test_process import MAIN
 from tests.patience import PATIENCE_S
 from tests.prose import Prose, place_of
 from tests.server.api import job

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 from tests.fakes import ScriptedEngine
-from tests.inference.test_vllm_client import Standin, served
+from tests.inference.vllm.test_client import Standin, served
 from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server
 

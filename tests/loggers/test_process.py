@@ -15,9 +15,9 @@ import psutil
 import pytest
 from tests.environments import ROOT
 from tests.finetune.command import Parts, rising
-from tests.sinks import file_sink
-from tests.sinks.conftest import AGAIN, ANSWERED, ASIDE, ASKED, CHECKED, SURE, LoggedCommand
-from tests.sinks.receiver import Received, Receiver
+from tests.loggers import file_sink
+from tests.loggers.conftest import AGAIN, ANSWERED, ASIDE, ASKED, CHECKED, SURE, LoggedCommand
+from tests.loggers.receiver import Received, Receiver
 
 from hone.config.base import LoggerBaseConfig
 from hone.config.problems import ConfigProblems
@@ -121,7 +121,7 @@ def test_a_killed_logger_is_reported_once_and_sends_the_rest_the_next_time(
 KILLED = """
 import os, signal
 from pathlib import Path
-from tests.sinks.file_sink import FileConfig
+from tests.loggers.file_sink import FileConfig
 from hone.files.event_log import EventLog
 from hone.loggers.process import Loggers
 

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from tests.conformance.engine import spelled, spelling_tokenizer
-from tests.inference.test_embedded import write_adapter
+from tests.inference.embedded.test_engine import write_adapter
 from tests.patience import PATIENCE_S
 from tests.prose import Prose
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from tests.environments import ROOT
 from tests.finetune.command import Parts, rising
-from tests.sinks.conftest import ANSWERED, ASIDE, ASKED, CHECKED, LoggedCommand, prepared
-from tests.sinks.receiver import Received, Receiver
+from tests.loggers.conftest import ANSWERED, ASIDE, ASKED, CHECKED, LoggedCommand, prepared
+from tests.loggers.receiver import Received, Receiver
 
 from hone.integrations.loggers.mlflow import MLflowConfig
 from hone.integrations.loggers.tensorboard import TensorBoardConfig
@@ -112,7 +112,7 @@ def logged(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             (command.out / "otlp" / name).write_bytes(request.body)
         for number, request in enumerate(langfuse.at("/api/public/otel/v1/traces"), start=500):
             (command.out / "otlp" / f"traces.{number}").write_bytes(request.body)
-        reader = [str(packages), "-P", "-m", "tests.sinks.read_back", str(command.out)]
+        reader = [str(packages), "-P", "-m", "tests.loggers.read_back", str(command.out)]
         done = subprocess.run(reader, capture_output=True, text=True, check=False, env=os.environ)
         assert done.returncode == 0, done.stderr
         yield Logged(command, place, otel, langfuse, json.loads(done.stdout))
@@ -289,7 +289,7 @@ def test_a_programs_run_is_finished_and_any_metric_name_is_sent(
     reporter.log(1, {"reward": 0.75})
     reporter.close()
     (place / "otlp").mkdir()
-    reader = [str(packages), "-P", "-m", "tests.sinks.read_back", str(place)]
+    reader = [str(packages), "-P", "-m", "tests.loggers.read_back", str(place)]
     done = subprocess.run(reader, capture_output=True, text=True, check=True, env=os.environ)
     wandb = json.loads(done.stdout)["wandb"]
     assert wandb["exits"] == [0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from tests.conformance.engine import PROMPT, Served, assert_agree
-from tests.inference.test_embedded import write_adapter
+from tests.inference.embedded.test_engine import write_adapter
 from tests.patience import PATIENCE_S
 
 from hone.inference.base import AdapterRef, Completion, Sampling, complete

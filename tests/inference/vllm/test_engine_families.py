@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conformance.engine import FLOAT32, PROMPT, Served, spelling_tokenizer
-from tests.inference.test_vllm import ARGS, DTYPE, ON_GPU, PYTHON
+from tests.inference.vllm.test_engine import ARGS, DTYPE, ON_GPU, PYTHON
 from tests.learner.families import FAMILIES, LONGROPE, Family
 
 from hone.inference.base import AdapterRef, Sampling, complete

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from tests.inference.conftest import write_vllm
-from tests.inference.test_vllm_client import Standin, served
+from tests.inference.vllm.test_client import Standin, served
 from tests.prose import Prose, place_of
 from tests.server.small_server import SmallServer
 from tests.server.small_server import spec as small_spec

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from tests.environments import ROOT
+from tests.loggers.file_sink import FileConfig
 from tests.patience import PATIENCE_S
-from tests.sinks.file_sink import FileConfig
 
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
 from hone.backends.base import Backend, Named, Trainable, TrainResult
@@ -128,7 +128,7 @@ async def test_another_directory_is_another_run(place: Path):
 SECOND = """
 import asyncio
 from hone import Model
-from tests.sinks import file_sink
+from tests.loggers import file_sink
 
 model = Model(name="agent", project="p", report_metrics=["file"])
 asyncio.run(model.log(metrics={"reward": 2.0}, step=1))

@@ -15,7 +15,7 @@ from tests.fakes import ScriptedEngine, logprob
 from tests.patience import PATIENCE_S
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, MakeState, Server
-from tests.server.test_chat import CALL, HELLO, LOOK, WEATHER, client
+from tests.server.http.test_chat_routes import CALL, HELLO, LOOK, WEATHER, client
 from tests.workflow.rollouts import ran, why
 
 from hone.art.openai import consume_chat_completion_stream, consume_sync_chat_completion_stream

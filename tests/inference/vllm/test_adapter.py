@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.inference.test_embedded import write_adapter
+from tests.inference.embedded.test_engine import write_adapter
 from tests.prose import Prose
 
 from hone.errors import ConfigError, EngineError

@@ -30,7 +30,7 @@ from tests.conformance.engine import (
     assert_agree,
     spelling_tokenizer,
 )
-from tests.inference.test_embedded import write_adapter
+from tests.inference.embedded.test_engine import write_adapter
 from tests.patience import PATIENCE_S
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -12,9 +12,9 @@ from tests.fakes import ScriptedEngine, logprob
 from tests.patience import PATIENCE_S
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server, write_model
-from tests.server.test_chat import CALL, LOOK, TWO_CALLS, WEATHER, client, ids, opened
-from tests.server.test_rollouts import SAID, spelt_out
-from tests.server.test_stream import LONG, wait_for
+from tests.server.http.test_chat_routes import CALL, LOOK, TWO_CALLS, WEATHER, client, ids, opened
+from tests.server.http.test_respond_stream import LONG, wait_for
+from tests.server.http.test_rollout_routes import SAID, spelt_out
 
 from hone.capture.scope import recorded
 from hone.types import RecordedCall

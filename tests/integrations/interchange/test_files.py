@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from tests.finetune.worlds import world
-from tests.interchange.test_atif import recorded
+from tests.integrations.interchange.test_atif import recorded
 from typer.testing import CliRunner
 
 from hone import LocalBackend
