@@ -1,5 +1,7 @@
-"""The import contracts hold, each notices a breach of it, also by a string; a word names one class;
-tests are where their modules are."""
+"""The contracts of the source tree hold: imports, also by a string; names; where tests are.
+
+Each import contract notices a breach of it. A word names one class.
+"""
 
 import ast
 import os
