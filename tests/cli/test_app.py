@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hone
 from hone.cli.app import EXITS, app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

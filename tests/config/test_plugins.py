@@ -9,6 +9,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 from hone.config import plugins, registry
+from hone.errors import ConfigError
 
 MINE = {
     ("function", "my_workflow"),
@@ -63,6 +64,23 @@ def test_a_process_finds_it_by_its_entry_point(plugin: Path):
     ]
     assert "my_custom_evaluator" in done.stdout
     assert "my_workflow" not in done.stdout  # a function
+
+
+def test_hone_s_own_components_are_found_without_its_metadata(monkeypatch: pytest.MonkeyPatch):
+    """A checkout on PYTHONPATH has no entry points; the command line needs none."""
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    monkeypatch.setattr(plugins, "_composition", [])
+    monkeypatch.setattr(plugins, "_toolkits", [])
+    plugins.discover.cache_clear()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            plugins.discover()
+        assert "pip" in str(caught.value)
+        loaded: list[str] = []
+        plugins.compose_with(lambda: loaded.append("composition"))
+        assert plugins.discover() == () and loaded == ["composition"]
+    finally:
+        plugins.discover.cache_clear()
 
 
 @pytest.mark.e2e

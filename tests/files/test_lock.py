@@ -42,7 +42,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == "held\n"

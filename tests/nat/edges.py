@@ -18,6 +18,7 @@ from nat.builder.function_info import FunctionInfo
 from nat.cli.register_workflow import register_function
 from nat.data_models.function import FunctionBaseConfig
 
+import hone.composition  # noqa: F401  # hone is on the path, not installed
 from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read

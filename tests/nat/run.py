@@ -252,11 +252,11 @@ def prove_functions(hone: Hone, ready: dict[str, Any]) -> None:
 
 def prove_mixed(hone: Hone) -> None:
     """Functions of hone and of the toolkit call each other."""
-    (hone.files.place / "agent.py").write_text(AGENT)
+    (hone.place / "agent.py").write_text(AGENT)
     ours = "workflow: {_type: python, target: 'agent.py:run', functions: [draft]}\n"
     theirs = "workflow: {_type: write_report, draft: draft, check: check, tools: [count_words]}\n"
     for file, workflow in (("ours.yml", ours), ("theirs.yml", theirs)):
-        (hone.files.place / file).write_text(MIXED + workflow)
+        (hone.place / file).write_text(MIXED + workflow)
     output = hone.run("run", "--config_file=ours.yml", "--input", "the coat")
     show("a workflow of hone calls a function of the toolkit", "hone asked True" in output, output)
     counted = hone.run("run", "--config_file=theirs.yml", "--input", "the coat")
@@ -299,8 +299,8 @@ def prove_toolkit_endpoint(hone: Hone) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     # Without the sections that need the toolkit's plugin for ART.
-    text = (hone.files.place / CONFIGS / "report.yml").read_text()
-    (hone.files.place / "serve.yml").write_text(text.partition("trajectory_builders:")[0])
+    text = (hone.place / CONFIGS / "report.yml").read_text()
+    (hone.place / "serve.yml").write_text(text.partition("trajectory_builders:")[0])
     served = ["-m", "nat.cli.main", "serve", "--config_file=serve.yml"]
     served += ["--host", "127.0.0.1", "--port", port]
     with hone.serve(served, f"http://127.0.0.1:{port}") as url:

@@ -36,6 +36,7 @@ from hone.cli.terminal import (
     print_table,
 )
 from hone.cli.trajectories import exchange
+from hone.config.plugins import compose_with
 from hone.errors import HoneError
 from hone.files.redact import redact
 from hone.models import gguf
@@ -44,6 +45,13 @@ from hone.tasks.interrupt import INTERRUPTED, leave
 
 if TYPE_CHECKING:
     from hone.config.problems import Problem
+
+
+def _compose() -> None:
+    from hone import composition  # noqa: F401  # at the first use of a configuration: it takes a second
+
+
+compose_with(_compose)
 
 EXITS = {
     0: "Success. `hone finetune`: every epoch trained, or had nothing to train on.",

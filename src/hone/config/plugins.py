@@ -3,9 +3,10 @@
 In:   the entry points of group `hone.components`; the toolkit that hone's own components bring
 Out:  a filled registry
 
-hone's own entry point is `hone.composition`, which imports every module with a component. It is
-loaded first, so that no plugin takes a name of hone. Nothing here imports a component: the
-configuration knows no workflow, evaluator or trainer.
+hone's own components are those of `hone.composition`, which imports every module with a component.
+The command line loads it, and for programs that use the SDK it is hone's own entry point. It is loaded
+first, so that no plugin takes a name of hone. Nothing here imports a component: the configuration
+knows no workflow, evaluator or trainer.
 
 A plugin that cannot be imported does not stop a run that does not need it. The error about an
 unknown `_type` repeats the reason, because that is when a user needs it. The toolkit is imported
@@ -13,7 +14,7 @@ only for a `_type` that hone does not have, because importing it takes seconds.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, Protocol
@@ -50,17 +51,28 @@ def register_toolkit(toolkit: Toolkit) -> None:
     _toolkits[:] = [toolkit]
 
 
+_composition: list[Callable[[], None]] = []
+
+
+def compose_with(load: Callable[[], None]) -> None:
+    """Load hone's own components with this function, as the command line does."""
+    _composition[:] = [load]
+
+
 @cache
 def discover() -> tuple[str, ...]:
     """Load them all, once; returns one message for each plugin that failed."""
     entries = entry_points(group=GROUP)
     own = [entry for entry in entries if entry.dist is not None and entry.dist.name == PACKAGE]
-    if not own:
+    if _composition:
+        _composition[0]()
+    elif own:
+        own[0].load()
+    elif not _toolkits:
         raise ConfigError(
-            f"the package {PACKAGE} is not installed, only its files are on the path, so that none of "
-            "its components can be found: install it with pip"
+            f"the package {PACKAGE} is not installed, only its files are on the path, so its components "
+            "cannot be found: install it with pip, or import hone.composition first"
         )
-    own[0].load()
     return _load_all(entry for entry in entries if entry not in own)
 
 
