@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hone.errors import ConfigError, Conflict, StateError
-from hone.files.rollout_record import FailureRecord, RolloutRecord
+from hone.files.rollout_record import FailureRecord, RolloutRecord, Split
 from hone.finetune.base import (
     EpisodeItem,
     EpisodeItemRole,
@@ -79,6 +79,29 @@ def test_a_rollout_its_world_failed_is_run_again_and_the_last_one_counts(tmp_pat
             ("a", 0.5),
             ("b", None),
         ]
+
+
+def test_what_scored_before_is_asked_of_the_rounds_before(tmp_path: Path):
+    wanted: list[tuple[Split, int, int]] = [
+        ("train", 0, 1),
+        ("train", 0, 2),
+        ("train", 1, 0),
+        ("val", 1, 0),
+        ("val", 2, 0),
+        ("final", 0, 0),
+        ("final", 0, 1),
+        ("final", 1, 1),
+    ]
+    with Journal.open(tmp_path, FACTS) as journal:
+        journal.add(record("a", 0, reward=None, failure=failed("policy")))
+        assert not any(journal.scored_before(*place) for place in wanted)
+        journal.add(record("a", 0, round=1))
+        journal.add(record("a", 0, epoch=1, split="val"))
+        before = [journal.scored_before(*place) for place in wanted]
+    assert before == [False, True, True, False, True, False, True, True]
+    with Journal.open(tmp_path, FACTS) as journal:
+        again = [journal.scored_before(*place) for place in reversed(wanted)]
+    assert again == before[::-1]
 
 
 def test_a_torn_last_line_is_cut_off_before_the_next_is_written(tmp_path: Path):

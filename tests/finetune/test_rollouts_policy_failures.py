@@ -361,6 +361,128 @@ async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_aga
         assert run.history.failures == {} and run.history.attempts == 16
 
 
+def in_turn(*answers: str) -> Callable[[str], str]:
+    """Each question, in the order in which they come, gets the next answer; further ones the last."""
+    given: dict[str, str] = {}
+
+    def answer(question: str) -> str:
+        return given.setdefault(question, answers[min(len(given), len(answers) - 1)])
+
+    return answer
+
+
+async def kill_before_it_closes(bench: Bench, epochs: int, *, epoch: int, round: int) -> None:
+    """A start that is killed when the rollouts of a round are in the journal."""
+    builder = bench.real_builder
+    assert builder is not None
+    finalize = builder.finalize
+
+    async def killed(run_id: str, meta: dict[str, Any] | None = None) -> Any:
+        if meta is None or (meta["epoch"], meta["round"]) != (epoch, round):
+            return await finalize(run_id, meta)
+        await asyncio.gather(*builder.evaluation_runs[run_id])
+        raise asyncio.CancelledError
+
+    builder.finalize = killed
+    with pytest.raises(asyncio.CancelledError):
+        await bench.run(epochs)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_an_evaluator_that_scored_an_earlier_round_is_not_broken(
+    bench: Bench, is_killed: bool
+):
+    """Rounds of two rollouts: in the third, it scores none."""
+    async with trained(bench, in_turn("bad", "right", "hm", "right")) as run:
+        run.agent, bench.keys["groups_per_step"] = lenient, 1
+        run.train(6)
+        if is_killed:
+            await kill_before_it_closes(bench, 1, epoch=0, round=2)
+            run.train(6)
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert [run.sent(n) for n in range(6)] == [
+            [[reward] * 2] for reward in (-0.5, 1.0, -0.5, 1.0, 1.0, 1.0)
+        ]
+        assert set(run.ran.values()) == {2}, "no rollout is run again"
+        assert [r.failure_kind for r in run.records(round=2)] == ["policy"] * 2
+        assert run.history.failures == {"policy: evaluator": 2}
+        # The report counts what was trained: (2 * -0.5 + 8 * 1 + 2 * -0.5) / 12.
+        [entry] = json.loads((bench.directory / "reward_history.json").read_text())
+        assert entry["avg_reward"] == pytest.approx(0.5)
+        counted = [reward for r in run.history.rounds for reward in r.rewards.values()]
+        assert len(counted) == 12 and fmean(counted) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_an_evaluator_that_scored_an_earlier_epoch_is_not_broken(
+    bench: Bench, is_killed: bool
+):
+    answers = ["bad"]
+    async with trained(bench, lambda question: answers[0]) as run:
+        run.agent = lenient
+        run.train(1)
+        [first] = await bench.run(1)
+        answers[0] = "hm"
+        run.train(1)
+        if is_killed:
+            await kill_before_it_closes(bench, 2, epoch=1, round=0)
+            run.train(1)
+        second = (await bench.run(2))[-1]
+        assert first.status is second.status is COMPLETED
+        assert [run.sent(n) for n in range(2)] == [[[-0.5, -0.5]]] * 2
+        assert sum(run.ran.values()) == 4
+        assert [r.failure_kind for r in run.records(1)] == ["policy"] * 2
+        assert run.history.failures == {"policy: evaluator": 2}
+
+
+async def test_an_evaluator_that_never_scored_stops_a_small_round_again_after_a_resume(
+    bench: Bench,
+):
+    """Scores of a validation do not count: its evaluator may be another one."""
+    async with trained(bench, lambda question: "right") as run:
+        bench.validation = run.evaluation(["v0", "v1"])
+        run.agent, run.reward = lenient, Broken(KeyError("column"), everywhere=True)
+        bench.keys["groups_per_step"] = 1
+        run.train(6)
+        for again in (0, 2):
+            [status] = await bench.run(1)
+            assert status.status is FAILED and not bench.adapter.jobs
+            assert run.history.retried == ({"infrastructure: evaluator": again} if again else {})
+            message = str(status.message)
+            assert "2 of 2 rollouts failed because of the infrastructure (evaluator: 2)" in message
+            assert f"  KeyError: 'column' ({__file__}:" in message
+            assert [r.failure_kind for r in run.records()] == ["infrastructure"] * 2
+        run.reward.everywhere = False
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED and len(bench.adapter.jobs) == 6
+        assert run.history.retried == {"infrastructure: evaluator": 4}
+        assert run.history.failures == {}
+
+
+async def test_a_validation_without_a_score_counts_if_an_earlier_one_had_one(bench: Bench):
+    answers = ["right"]
+    async with trained(bench, lambda question: answers[0]) as run:
+        run.agent = lenient
+        run.train(1)
+        bench.validation = run.evaluation(["v0", "v1"])
+        submit = bench.adapter.submit
+
+        async def trains(trajectories: Any) -> Any:
+            answers[0] = "hm"
+            return await submit(trajectories)
+
+        bench.adapter.submit = trains
+        [status] = await bench.run(1)
+        assert status.status is COMPLETED
+        assert [(v.mean, v.policy_failures, v.error) for v in run.history.validations] == [
+            (1.0, 0, None),
+            (0.0, 2, None),
+        ]
+        with Journal.open(bench.directory, {}) as journal:
+            assert len(journal.finished("val", 1)) == 2, "none is run again"
+
+
 async def kill_after_three(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is killed when three rollouts are in the journal."""
     added, add = Counter[str](), Journal.add
@@ -740,3 +862,8 @@ def test_the_kinds_at_close_depend_on_what_else_was_scored():
     assert kinds_at_close([policy, ("policy", "unparseable")]) == ["infrastructure", "policy"]
     assert kinds_at_close([world, fine]) == ["infrastructure", None]
     assert kinds_at_close([]) == []
+    # It scored an earlier round.
+    assert kinds_at_close([policy, policy, world], scored_before=True) == [
+        *["policy"] * 2,
+        "infrastructure",
+    ]

@@ -59,6 +59,16 @@ def test_failures_and_retries_are_counted_as_in_the_report():
     state.add(parse(rollout(0, "b", 1, 1.0, at=104.0, tokens=0)))
     # (-1 - 1 + 1) / 3
     assert state.progress(104.0) == "4 of 10, reward so far \u22120.33, 2 failed, 3 retried"
+    # In the next round, the evaluator is known to work. It has scored no validation yet.
+    state.add(parse(stage(105.0, 1)))
+    state.add(parse(rollout(1, "a", 0, None, at=106.0, **policy)))
+    assert state.progress(106.0) == "1 of 10, reward so far \u22121.00, 1 failed"
+    for epoch, reward in enumerate(("", ", reward so far \u22121.00")):
+        event = {"type": "validation_started", "epoch": epoch, "rollouts": 2, "resumed": 0}
+        state.add(parse(event | {"at": 107.0, "final": False}))
+        state.add(parse(rollout(epoch, "x", 0, None, at=108.0, split="val", **policy)))
+        assert state.progress(108.0) == f"1 of 2{reward}, 1 failed"
+        state.add(parse(rollout(epoch, "y", 0, 1.0, at=109.0, split="val", tokens=0)))
 
 
 def test_a_job_is_rows_of_steps():

@@ -211,25 +211,30 @@ EVALUATOR = "evaluator"
 """Reason of a rollout that its evaluator could not score."""
 
 
-def kinds_at_close(outcomes: Iterable[tuple[str | None, str | None]]) -> list[str | None]:
+def kinds_at_close(
+    outcomes: Iterable[tuple[str | None, str | None]], *, scored_before: bool = False
+) -> list[str | None]:
     """The kinds of failure of a round's rollouts, after all of them ended; None on success.
 
-    `outcomes`: kind and reason of each failure, as they were recorded when the rollout ended. An
-    evaluator that raises on an output of the model while it scores others fails because of that
-    output. One that scores nothing is broken, and its failures are the infrastructure's.
+    `outcomes`: kind and reason of each failure, as they were recorded when the rollout ended.
+    `scored_before`: the evaluator scored a rollout of an earlier round of the run. An evaluator that
+    raises on an output of the model although it scores others fails because of that output. One that
+    scores nothing is broken, and its failures are the infrastructure's.
     """
     recorded = list(outcomes)
-    scores_others = any(kind is None for kind, _ in recorded)
+    scores_others = scored_before or any(kind is None for kind, _ in recorded)
     return [
         "infrastructure" if reason == EVALUATOR and not scores_others else kind
         for kind, reason in recorded
     ]
 
 
-def at_close(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+def at_close(
+    records: Sequence[RolloutRecord], *, scored_before: bool = False
+) -> list[RolloutRecord]:
     """The records of a round after it closed; what the infrastructure failed is not trained."""
     recorded = [(r.failure_kind, r.failure and r.failure.reason) for r in records]
-    kinds = kinds_at_close(recorded)
+    kinds = kinds_at_close(recorded, scored_before=scored_before)
     return [
         record if kind == record.failure_kind else not_by_policy(record)
         for record, kind in zip(records, kinds, strict=True)

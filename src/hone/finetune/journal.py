@@ -72,6 +72,8 @@ class Journal:
         """Number of starts; part of rollout ids, so that no id is used twice."""
         self._indexed: tuple[Path, dict[int, Rollouts]] | None = None
         """The file that was read last, with its rollouts by round."""
+        self._scored: dict[Split, tuple[int, int]] = {}
+        """Epoch and round of the first rollout that its evaluator scored, as far as it is known."""
         for path in (directory / "trajectories").glob("*.jsonl"):
             open_lines(path).close()  # removes a torn last line
 
@@ -133,6 +135,7 @@ class Journal:
         append_lines(path, record.model_dump_json().encode() + b"\n")
         if self._indexed is not None and self._indexed[0] == path:
             _index(self._indexed[1], record)
+        self._note_scored(record)
 
     def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
         """Finished rollouts in order, as they are `at_close`; of each the last record only."""
@@ -142,7 +145,29 @@ class Journal:
             for record in read_records(path):
                 _index(rounds, record)
             self._indexed = path, rounds
-        return at_close(list(self._indexed[1].get(round, {}).values()))
+        ended = list(self._indexed[1].get(round, {}).values())
+        return at_close(ended, scored_before=self.scored_before(split, epoch, round))
+
+    def scored_before(self, split: Split, epoch: int, round: int = 0) -> bool:
+        """Whether the evaluator scored a rollout of an earlier round, or of an earlier validation.
+
+        Training and validations are apart: their examples differ, and their evaluators may.
+        """
+        if split == "final":  # after the validation of the later of its two policies
+            split, epoch, round = "val", round + 1, 0
+        if self._scored.get(split, (epoch, round)) < (epoch, round):
+            return True
+        for earlier in reversed(range(epoch + (round > 0))):
+            for record in read_records(self._rollouts(split, earlier)):
+                self._note_scored(record)
+                if self._scored.get(split, (epoch, round)) < (epoch, round):
+                    return True
+        return False
+
+    def _note_scored(self, record: RolloutRecord) -> None:
+        if record.failure is None:
+            place = record.epoch, record.round
+            self._scored[record.split] = min(place, self._scored.get(record.split, place))
 
     def finished(self, split: Split, epoch: int, round: int = 0) -> Rollouts:
         """Rollouts that need not be run again.

@@ -120,7 +120,9 @@ class Rollouts:
 
     def close(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
         """The records after all rollouts ended: now it is known which outputs no evaluator scores."""
-        closed = at_close(records)
+        at, journal = self.request, self.request.journal
+        before = journal is not None and journal.scored_before(self._split, at.epoch, at.round)
+        closed = at_close(records, scored_before=before)
         self.write_closed(records, closed)
         return closed
 

@@ -38,7 +38,9 @@ def infrastructure_error(
         return None
     broken = ""
     if any(r.failure.reason == EVALUATOR for r in failed if r.failure):
-        broken = " The evaluator counts as broken where it scores no output, or is a service."
+        broken = (
+            " The evaluator counts as broken while it has scored no output, or if it is a service."
+        )
     return (
         f"{where}: {len(failed)} of {len(records)} rollouts failed because of the infrastructure "
         f"({reasons(failed)}), and finetuning.max_infrastructure_failures allows "

@@ -98,12 +98,14 @@ class Validator:
         )
         # Both sides are one round: an evaluator that scores only one of the policies is not broken.
         places = [(side, item.id, rep) for side, item, rep in ordered]
-        by_place = dict(zip(places, zip(ended, at_close(ended), strict=True), strict=True))
+        before = self.journal.scored_before("final", pair[1].epoch, round)
+        closed = at_close(ended, scored_before=before)
+        by_place = dict(zip(places, zip(ended, closed, strict=True), strict=True))
         outcomes = []
         for side, (validation, rollouts) in enumerate(zip(pair, sides, strict=True)):
             both = [by_place[side, item.id, rep] for item, rep in self._places()]
-            records = [closed for _, closed in both]
-            rollouts.write_closed([before for before, _ in both], records)
+            records = [record for _, record in both]
+            rollouts.write_closed([record for record, _ in both], records)
             outcomes.append(self._final_outcome(records, validation))
         seconds = time.monotonic() - started
         for validation, outcome in zip(pair, outcomes, strict=True):

@@ -51,6 +51,8 @@ class State:
         self.rounds = 1
         self.is_final = False
         """Whether two policies answer side by side, at the end of the run."""
+        self._scored_before = False
+        """Whether the evaluator of the stage's rollouts scored one before the stage."""
         self._paced_from: tuple[float, int] | None = None
         """When this session started working, and the number of epochs done by then."""
         self._done_at = 0.0
@@ -97,6 +99,9 @@ class State:
             self._paced_from = event.at, self.done
         if isinstance(event, EpochStarted):
             self.epoch, self.round, self.rounds = event.epoch, event.round, event.rounds
+            self._scored_before = self.history.has_scored
+        else:
+            self._scored_before = self.history.has_scored_validation
         stage = "rollouts" if isinstance(event, EpochStarted) else "validation"
         self.start_stage(stage, event.rollouts, event.resumed)
 
@@ -116,7 +121,8 @@ class State:
         In the comparison at the end, two policies answer: those of two epochs.
         """
         ended, history = tuple(self._ended), self.history  # a copy: another thread reads it
-        kinds = kinds_at_close((one.failure_kind, one.failure_reason) for one in ended)
+        recorded = ((one.failure_kind, one.failure_reason) for one in ended)
+        kinds = kinds_at_close(recorded, scored_before=self._scored_before)
         is_training = self.stage == "rollouts"
         instead = history.training_failure_reward if is_training else history.failure_reward
         rewards: dict[int, list[float]] = {}

@@ -54,6 +54,8 @@ class Round:
     """How each rollout ended, by example and generation."""
     failure_reward: float = 0.0
     """Reward of policy failures without one of their own: the run's `training_failure_reward`."""
+    scored_before: bool = False
+    """Whether the evaluator scored a rollout of an earlier round."""
     collected: EpochCollected | None = None
     submitted: JobSubmitted | None = None
     job: JobDone | JobFailed | None = None
@@ -82,7 +84,8 @@ class Round:
     def _closed(self) -> Iterator[tuple[tuple[str, int], float | None, str | None, str]]:
         """Place, reward, and kind and reason of the failure of each rollout."""
         ended = tuple(self.ended.items())  # a copy: the display reads in its own thread
-        kinds = kinds_at_close((one.kind, one.reason) for _, one in ended)
+        recorded = ((one.kind, one.reason) for _, one in ended)
+        kinds = kinds_at_close(recorded, scored_before=self.scored_before)
         for (place, one), kind in zip(ended, kinds, strict=True):
             yield place, one.reward, kind, one.reason or "unknown"
 
@@ -260,6 +263,8 @@ class RunHistory:
         """Highest reward of a rollout that the evaluator of the validations scored."""
         self.training_failure_reward = 0.0
         """The same for training rollouts: the smaller of 0 and their lowest reward so far."""
+        self.has_scored = self.has_scored_validation = False
+        """Whether the evaluator scored a training rollout, or one of a validation during the run."""
         self.attempts = self.validation_attempts = 0
         """Attempts to run a training rollout, or one of a validation; retries included."""
         self.retried: Counter[str] = Counter()
@@ -455,9 +460,12 @@ class RunHistory:
             self._lower_failure_reward([event.reward])
             if event.reward is not None:
                 self.highest_reward = max(self.highest_reward, event.reward)
+        is_scored = event.failure_kind is None
         if event.split != "train":
+            self.has_scored_validation |= is_scored and event.split == "val"
             return
         r, key = self._round(event), (event.example, event.generation)
+        self.has_scored |= is_scored
         r.ended[key] = Ended(event.reward, event.failure_kind, event.failure_reason)
         lowest = self.training_failure_reward
         if event.failure_kind is None and event.reward is not None and event.reward < lowest:
@@ -499,5 +507,10 @@ class RunHistory:
 
     def _round(self, event: RoundEvent) -> Round:
         rounds = self._rounds.setdefault(event.epoch, {})
-        new = Round(event.epoch, event.round, failure_reward=self.training_failure_reward)
+        new = Round(
+            event.epoch,
+            event.round,
+            failure_reward=self.training_failure_reward,
+            scored_before=self.has_scored,
+        )
         return rounds.setdefault(event.round, new)
