@@ -1,6 +1,7 @@
-"""Check README.md and docs/architecture.md against the repository: trees, links, measurements."""
+"""Check README.md and docs against the repository: trees, pictures, links, names, measurements."""
 
 import json
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -29,6 +30,12 @@ print(json.dumps([path for path in inside if os.path.isfile(root + path) and ".p
 """Prints the files of the repository that docs/build.py opens or imports."""
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+SOURCE = ROOT / "src" / "hone"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"),
+]
+"""The pages that describe hone as it is; an entry of docs/log.md describes the day of its date."""
 
 
 def test_every_file_is_in_a_tree():
@@ -96,6 +103,55 @@ def test_the_seven_files_to_read_first_are_there():
     assert [path for _, path in numbered if not (ROOT / "src/hone" / path).is_file()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_that_a_page_names_exist(page: Path):
+    text = page.read_text(encoding="utf-8")
+    gone = [path for path in _module_paths(text) if not (SOURCE / path).is_file()]
+    gone += [name for name in _dotted_names(text) if not _resolves(name)]
+    assert not gone, f"{page.relative_to(ROOT)} names {gone}, which do not exist in src/hone"
+
+
+def test_modules_are_told_from_other_files():
+    text = (
+        "`server/old.py` tests/server/test_run.py src/hone/gone.py my/server/a.py [x](../config/b.py) "
+        "agent.py files/c.pyc"
+    )
+    assert _module_paths(text) == ["server/old.py", "gone.py"]
+    assert _dotted_names("hone.server.old hone.rollout() myhone.config.x") == ["hone.server.old"]
+    assert not _resolves("hone.server.old") and not _resolves("hone.files.lock.Gone")
+    assert _resolves("hone.files.lock") and _resolves("hone.errors.PolicyFailure")
+
+
+def test_the_pictures_name_files_of_their_folder():
+    """Each picture of calls says in which folder its files are."""
+    named = 0
+    for folder in ("finetune", "server"):
+        for part in ARCHITECTURE.split("\n## ")[1:]:
+            if f"`src/hone/{folder}`" in part.split("```")[0]:
+                files = re.findall(r"[\w/]+\.py\b", part.split("```")[1])
+                homes = (SOURCE / folder, SOURCE)
+                gone = [f for f in files if not any((home / f).is_file() for home in homes)]
+                assert not gone, f"{part.splitlines()[0]}: {gone}"
+                named += len(files)
+    assert named > 10
+
+
+def test_the_boxes_of_the_epoch_are_closed():
+    picture = ARCHITECTURE.split("## The flow of one epoch")[1].split("```")[1].splitlines()
+    top = next(line for line in picture if line.startswith("+"))
+    edges = [at for at, character in enumerate(top) if character == "+"]
+    assert len(edges) == 4  # the left and right edge of two boxes
+    for left, right in (edges[:2], edges[2:]):
+        rows = [at for at, line in enumerate(picture) if line[left : left + 1] == "+"]
+        assert len(rows) == 2, picture
+        for line in picture[rows[0] : rows[1] + 1]:
+            assert line[left] in "+|" and line[right : right + 1] in ("+", "|"), line
+    assert {len(line) for line in picture if line.startswith(("+", "|"))} <= {
+        edges[1] + 1,
+        edges[3] + 1,
+    }
+
+
 def test_every_measurement_in_it_was_recorded():
     recorded = [r for r in read(RESULTS) if r.commit]
     values = [v for r in recorded for v in (r.value, r.peer_value, r.ratio) if v is not None]
@@ -137,6 +193,27 @@ def test_measurements_are_told_from_other_numbers():
 def test_the_tree_is_read_by_its_indentation():
     text = "<!-- tree -->\n```\nsrc/p/   why\n  a.py   first\n  b/\n    c.py\nX   last\n```\n<!-- /tree -->"
     assert _listed(text) == {"src/p", "src/p/a.py", "src/p/b", "src/p/b/c.py", "X"}
+
+
+def _module_paths(text: str) -> list[str]:
+    """Paths below src/hone: after src/hone/, or in one of its folders and not below another path."""
+    folders = "|".join(path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file())
+    pattern = rf"(?<![\w/.-])(?:src/hone/([\w/]+\.py)|((?:{folders})/[\w/]+\.py))\b"
+    return [match[1] or match[2] for match in re.finditer(pattern, text)]
+
+
+def _dotted_names(text: str) -> list[str]:
+    """Names in folders and modules of hone; `make test-docs` runs the blocks with the others."""
+    modules = "|".join(module.name for module in pkgutil.iter_modules([str(SOURCE)]))
+    return re.findall(rf"(?<![\w.])hone\.(?:{modules})(?:\.\w+)+", text)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _measurements(text: str) -> list[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Guests: other toolkits, agent frameworks, services and file formats. Only the composition root and the command line import them."""
+"""Guests: other toolkits, agent frameworks, services and file formats."""

@@ -1,1 +1,1 @@
-"""The HTTP side of the server: the app, who is let in, limits, and the routes."""
+"""The HTTP side of the server: the app, who is let in, and the routes."""
