@@ -41,9 +41,15 @@ VOLATILE = (
     (re.compile(r"(?<![\w.])(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{8,}(?!\w)"), "<id>"),
     # From 32768 on, a port is one that the system chose.
     (
-        re.compile(r"((?:127\.0\.0\.1|localhost|\[::1\]):)(?:3[3-9]|[4-6]\d|32(?=[89]))\d{3}\b"),
+        re.compile(
+            r"((?:127\.0\.0\.1|localhost|\[::1\]):|\bport:? )(?:3[3-9]|[4-6]\d|32(?=[89]))\d{3}\b"
+        ),
         r"\1<port>",
     ),
+    # Lines of hone and of its tests move; those of a file that a test wrote stay.
+    (re.compile(r"(<repository>/[^\s:]+\.py:)\d+\b"), r"\1<line>"),
+    (re.compile(r"(?<=\bhub cache )\S+(?=:)"), "<directory>"),
+    (re.compile(r"(/hone-[a-z]+-)[a-z0-9_]{8}(?=/)"), r"\1<id>"),
     (re.compile(r"errors\.pydantic\.dev/[\d.]+"), "errors.pydantic.dev"),
     (re.compile(r"\b(process|pid) \d+\b"), r"\1 <pid>"),
     (re.compile(r"\bpython3\.\d+\b"), "python3"),
@@ -74,7 +80,7 @@ def without_paths(text: str, paths: Mapping[str, Path | str]) -> str:
         if len(Path(each).parts) > 1  # a home that is `/` is in every path
     }
     for path in sorted(spelled, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", spelled[path], text)
+        text = re.sub(rf"(?<![\w.>-]){re.escape(path)}(?![\w-])", spelled[path], text)
     return text
 
 

@@ -1,5 +1,6 @@
 """`hone serve-workflow` in a process of its own, and `--endpoint` of eval and finetune against it."""
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from tests.finetune.rehearsal import document
 from tests.patience import PATIENCE_S
+from tests.prose import Prose, place_of
 from typer import BadParameter
 from typer.testing import CliRunner
 
@@ -179,17 +181,18 @@ def test_every_route_runs_the_workflow(address: str):
         assert "".join(pieces).startswith("Hm: ")
 
 
-def test_what_fails_says_why(address: str):
+def test_what_fails_says_why(prose: Prose, address: str):
     failed = post(f"{address}/generate", {"input_message": "broken"})
     assert failed.status_code == 500
-    assert failed.json()["error"]["message"].startswith("no such table: users")
+    prose(failed.json()["error"]["message"])
     with (
         openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
-        pytest.raises(openai.InternalServerError, match="no such table"),
+        pytest.raises(openai.InternalServerError) as caught,
     ):
         client.chat.completions.create(
             model="agent", messages=[{"role": "user", "content": "broken"}]
         )
+    prose(caught)
     for path, body, why in (
         ("/generate", b"{", "the body is not JSON"),
         ("/v1/chat/completions", b"{}", "messages: has no message"),
@@ -269,15 +272,16 @@ def test_requests_are_limited_in_size_and_time(config: Path):
         assert httpx2.get(f"{url}/health").json() == {"status": "healthy"}
 
 
-def test_its_port_is_its_own_while_its_components_are_built(tmp_path: Path):
+def test_its_port_is_its_own_while_its_components_are_built(prose: Prose, tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     (tmp_path / "agent_s7.py").write_text(TAKES_THE_PORT.format(port=port))
     config = tmp_path / "agent.yml"
     config.write_text("workflow: {_type: python, target: 'agent_s7.py:run'}\n")
-    with pytest.raises(ConfigError, match="Address already in use"):
+    with pytest.raises(ConfigError) as caught:
         serve_workflow(ServeWorkflowOptions(config, port=port), print)
+    prose(caught, errno=f"[Errno {errno.EADDRINUSE}]")
 
 
 def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
@@ -322,7 +326,9 @@ def test_eval_runs_the_workflow_at_the_endpoint(address: str, config: Path, path
     assert metadata["endpoint"] == f"{address}{path}"
 
 
-def test_failures_at_the_endpoint_keep_their_kind(address: str, config: Path, tmp_path: Path):
+def test_failures_at_the_endpoint_keep_their_kind(
+    prose: Prose, address: str, config: Path, tmp_path: Path
+):
     rows = [{"id": q, "question": q, "answer": ""} for q in ("broken", "unsure")]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     summary = evaluate(EvalOptions(config, dataset=tmp_path / "rows.json", endpoint=address))
@@ -330,10 +336,13 @@ def test_failures_at_the_endpoint_keep_their_kind(address: str, config: Path, tm
     assert "no such table: users" in summary.message
     summary = evaluate(EvalOptions(config, endpoint="http://127.0.0.1:9"))
     assert "POST http://127.0.0.1:9/generate/full failed" in summary.message
-    with pytest.raises(ConfigError, match="--endpoint somewhere: must look like"):
+    with pytest.raises(ConfigError) as caught:
         evaluate(EvalOptions(config, endpoint="somewhere"))
-    with pytest.raises(ConfigError, match="--skip_workflow runs no entry, and --endpoint"):
+    prose(caught)
+    assert place_of(caught) == "--endpoint somewhere"
+    with pytest.raises(ConfigError) as caught:
         evaluate(EvalOptions(config, endpoint=address, skip_workflow=True))
+    prose(caught)
 
 
 def test_finetune_trains_on_rollouts_of_the_endpoint(address: str, config: Path):
@@ -396,9 +405,10 @@ async def test_lines_of_any_service_are_read(answer: str, value: str):
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
-def test_addresses_that_the_service_prints_are_those_of_endpoint(tmp_path: Path):
-    with pytest.raises(ConfigError, match="an address with a query cannot be used"):
+def test_addresses_that_the_service_prints_are_those_of_endpoint(prose: Prose, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
         endpoint_url("http://127.0.0.1:8080/?key=x")
+    prose(caught)
     (tmp_path / "echo.py").write_text("def run(x):\n    return x\n")
     file = tmp_path / "echo.yml"
     file.write_text('workflow: {_type: python, target: "echo.py:run"}')

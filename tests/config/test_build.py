@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import Field
+from tests.prose import Prose, place_of
 
 from hone.config.build import Builder, Served, build
 from hone.config.policy import Trained, address_of
@@ -147,49 +148,56 @@ async def test_a_close_that_fails_does_not_hide_what_failed_before(write: Write)
             raise ZeroDivisionError
 
 
-async def test_a_circle_that_the_configuration_does_not_show_is_named(write: Write):
+async def test_a_circle_that_the_configuration_does_not_show_is_named(prose: Prose, write: Write):
     file = write(YAML.replace("label: c}", "label: c, hidden: [a]}"))
-    with pytest.raises(ConfigError, match="need each other in a circle: a -> b -> c -> a"):
+    with pytest.raises(ConfigError) as caught:
         async with build(read(file)) as builder:
             await builder.get_workflow()
+    prose(caught)
 
 
-async def test_names_that_are_not_there(write: Write):
+async def test_names_that_are_not_there(prose: Prose, write: Write):
     async with build(read(write(YAML))) as builder:
         with pytest.raises(ConfigError) as error:
             await builder.get_function("aa")
-        assert str(error.value) == "Function 'aa' not found. Did you mean 'a'? There are: a, b, c."
-        for get, title in [
-            (builder.get_llm, "LLM"),
-            (builder.get_evaluator, "Evaluator"),
-            (builder.get_trajectory_builder, "Trajectory builder"),
-            (builder.get_trainer_adapter, "Trainer adapter"),
-        ]:
-            with pytest.raises(ConfigError, match=f"^{title} 'x' not found"):
+        prose(error)
+        for get in (
+            builder.get_llm,
+            builder.get_evaluator,
+            builder.get_trajectory_builder,
+            builder.get_trainer_adapter,
+        ):
+            with pytest.raises(ConfigError) as caught:
                 await get("x")
-        with pytest.raises(ConfigError, match=r"^LLM 'x' not found"):
+            prose(caught)
+        with pytest.raises(ConfigError) as caught:
             builder.get_llm_config("x")
+        prose(caught)
 
 
-async def test_what_cannot_be_made_names_its_place_once(write: Write):
+async def test_what_cannot_be_made_names_its_place_once(prose: Prose, write: Write):
     # Lines 2 to 5 hold a, b, c and the workflow; c is what cannot be made.
     file = write(YAML.strip().replace("label: c}", "label: c, hidden: [d]}"))
     with pytest.raises(ConfigError) as error:
         async with build(read(file)) as builder:
             await builder.get_workflow()
-    assert str(error.value) == ("a.yml:4: functions.c: Function 'd' not found. There are: a, b, c.")
+    prose(error)
+    assert place_of(error) == "a.yml:4"
 
 
-async def test_there_may_be_no_workflow(write: Write):
+async def test_there_may_be_no_workflow(prose: Prose, write: Write):
     async with build(read(write("llms: {}"))) as builder:
-        with pytest.raises(ConfigError, match=r"^a.yml: there is no `workflow:`; add one"):
+        with pytest.raises(ConfigError) as caught:
             await builder.get_workflow()
+        prose(caught)
+        assert place_of(caught).endswith("a.yml")
 
 
-async def test_the_clients_of_other_frameworks_are_refused_by_name(write: Write):
+async def test_the_clients_of_other_frameworks_are_refused_by_name(prose: Prose, write: Write):
     async with build(read(write(YAML))) as builder:
-        with pytest.raises(NotInThisVersion, match="wrapper_type='langchain'"):
+        with pytest.raises(NotInThisVersion) as caught:
             await builder.get_llm("m", wrapper_type="langchain")
+        prose(caught)
 
 
 async def test_without_a_value_rollouts_follow_the_engine(write: Write):
@@ -220,26 +228,22 @@ async def test_evaluators_and_what_they_ask_for(write: Write):
         assert builder.get_output_dir() == Path("out")
 
 
-@pytest.mark.parametrize(
-    ("yields", "message"),
-    [(0, "'test_build_odd' ended without a yield"), (2, "its factory yields more than once")],
-)
-async def test_a_factory_yields_once(write: Write, yields: int, message: str):
+@pytest.mark.parametrize("yields", [0, 2])
+async def test_a_factory_yields_once(prose: Prose, write: Write, yields: int):
     file = write(f"workflow: {{_type: test_build_odd, yields: {yields}}}")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         async with build(read(file)) as builder:
             await builder.get_workflow()
+    prose(caught)
 
 
-async def test_a_model_without_an_address_needs_an_adapter(write: Write):
+async def test_a_model_without_an_address_needs_an_adapter(prose: Prose, write: Write):
     file = write("llms: {m: {_type: trainable}}")
     async with build(read(file)) as builder:
         with pytest.raises(ConfigError) as error:
             await builder.serve()
-    assert str(error.value) == (
-        "a.yml: llms.m has no base_url, and finetuning.trainer_adapter, which would say where it "
-        "is served, is not set; set one of them"
-    )
+    prose(error)
+    assert place_of(error) == "a.yml"
 
 
 async def test_nobody_is_reached_where_every_model_has_an_address(write: Write):

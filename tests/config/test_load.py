@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.prose import Prose, place_of
 
 from hone.config.load import load, parsed
 from hone.config.problems import Place
@@ -65,9 +66,11 @@ def test_what_is_not_yaml_is_told_with_its_line(write: Write, text: str, message
     assert str(error.value).startswith(message)
 
 
-def test_a_file_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"^nowhere.yml: there is no such file$"):
+def test_a_file_that_is_not_there(prose: Prose):
+    with pytest.raises(ConfigError) as caught:
         load(Path("nowhere.yml"))
+    prose(caught)
+    assert place_of(caught).endswith("nowhere.yml")
 
 
 def test_a_key_written_twice_is_told_with_both_lines(write: Write):
@@ -93,21 +96,21 @@ def nested_aliases(first: str, block: str) -> str:
     return "\n".join(lines)
 
 
-def test_aliases_that_grow_without_end_are_refused(write: Write):
+def test_aliases_that_grow_without_end_are_refused(prose: Prose, write: Write):
     with pytest.raises(ConfigError) as error:
         load(write(nested_aliases("[x]", "[%s]")))
     # k1 to k3 repeat 20 + 220 + 2,220 values, k4 22,220; k5 would repeat 222,220.
-    assert str(error.value) == (
-        "a.yml:6: k5: aliases of this file repeat more than 100000 values; "
-        "alias fewer or smaller blocks"
-    )
+    prose(error)
+    assert place_of(error) == "a.yml:6"
     document = nested_aliases("{x: 1}", "{<<: [%s]}")
     assert load(write(document)).data == {f"k{i}": {"x": 1} for i in range(9)}
 
 
-def test_a_document_nested_too_deeply_is_refused(write: Write):
-    with pytest.raises(ConfigError, match=r"^a.yml: nested too deeply; flatten its lists and "):
+def test_a_document_nested_too_deeply_is_refused(prose: Prose, write: Write):
+    with pytest.raises(ConfigError) as caught:
         load(write("a: " + "[" * 2000 + "]" * 2000))
+    prose(caught)
+    assert place_of(caught).endswith("a.yml")
 
 
 # ---- the environment --------------------------------------------------------------------------
@@ -175,18 +178,22 @@ def test_base_lies_underneath_and_blocks_are_merged(write: Write):
     assert ("a", "y", 1) not in loaded.places  # replaced with its list
 
 
-def test_bases_in_a_circle_are_named(write: Write):
+def test_bases_in_a_circle_are_named(prose: Prose, write: Write):
     write("base: a.yml\n", "b.yml")
-    with pytest.raises(ConfigError, match=r"in a circle: a.yml -> b.yml -> a.yml$"):
+    with pytest.raises(ConfigError) as caught:
         load(write("base: b.yml\n"))
+    prose(caught)
 
 
-def test_a_base_that_is_not_there(write: Write):
+def test_a_base_that_is_not_there(prose: Prose, write: Write):
     with pytest.raises(ConfigError) as error:
         load(write("a: 1\nbase: b.yml\n"))
-    assert str(error.value) == "a.yml:2: base: no file 'b.yml'; it is looked for beside a.yml"
-    with pytest.raises(ConfigError, match=r"^a.yml:1: base: got \['b.yml'\]; expected the name"):
+    prose(error)
+    assert place_of(error) == "a.yml:2"
+    with pytest.raises(ConfigError) as caught:
         load(write("base: [b.yml]\n"))
+    prose(caught)
+    assert place_of(caught).endswith("a.yml:1")
 
 
 def test_file_puts_in_the_text_of_a_file(write: Write):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi import Request, Response
 from tests.finetune.worlds import adapter_for, collected, finetuning, message, rollout
+from tests.prose import Prose
 from tests.sdk.conftest import serving
 from tests.sdk.standin import StandIn, refusal
 
@@ -77,38 +78,36 @@ async def test_initialize_registers_loads_and_says_where_the_model_answers(
     assert sum("Connected to" in r.getMessage() for r in caplog.records) == 1
 
 
-async def test_nobody_at_the_address(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_nobody_at_the_address(
+    prose: Prose, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(http, "FIRST_S", 0.2)
     adapter = adapter_for(RemoteBackend("http://127.0.0.1:1"), tiny_model)
     with pytest.raises(ConnectionError) as caught:
         await adapter.initialize(finetuning())
     message = str(caught.value)
-    assert message.startswith(
-        "Failed to connect to ART backend. http://127.0.0.1:1: no hone server"
-    )
-    assert "curl http://127.0.0.1:1/health" in message
-    assert "check backend.ip '127.0.0.1' and port 1" in message
+    prose(message)
     assert "firewalls" in message
     assert not await adapter.is_healthy()
 
 
-async def test_somebody_else_at_the_address(tiny_model: Path):
+async def test_somebody_else_at_the_address(prose: Prose, tiny_model: Path):
     standin = StandIn()
     standin.refuse = lambda request: Response("nothing here", 404)
     async with serving(standin.app) as url:
-        with pytest.raises(Unreachable, match="Is it a hone server of this version") as caught:
+        with pytest.raises(Unreachable) as caught:
             await adapter_for(RemoteBackend(url), tiny_model).initialize(finetuning())
-        assert "Failed to connect to ART backend" in str(caught.value)
+        prose(caught)
 
 
 async def test_a_wrong_key_and_a_wrong_inference_port(
-    server: LocalBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    prose: Prose, server: LocalBackend, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "FIRST_S", 0.2)
     adapter = adapter_for(server, tiny_model, inference_port=1)
-    with pytest.raises(Unreachable, match=r"127.0.0.1:1/v1 does not answer") as caught:
+    with pytest.raises(Unreachable) as caught:
         await adapter.initialize(finetuning())
-    assert "inference_port 1" in str(caught.value)
+    prose(caught)
 
 
 async def test_a_status_that_is_no_success_is_not_healthy(tiny_model: Path):
@@ -122,19 +121,23 @@ async def test_a_status_that_is_no_success_is_not_healthy(tiny_model: Path):
         assert not await adapter_for(RemoteBackend(url), tiny_model).is_healthy()
 
 
-async def test_two_gpus_on_one_device_are_refused(server: LocalBackend, tiny_model: Path):
+async def test_two_gpus_on_one_device_are_refused(
+    prose: Prose, server: LocalBackend, tiny_model: Path
+):
     adapter = adapter_for(server, tiny_model, engine_args={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"engine_args\.tensor_parallel_size"):
+    with pytest.raises(ConfigError) as caught:
         await adapter.initialize(finetuning())
+    prose(caught)
 
 
 async def test_another_base_model_under_the_same_name_is_refused(
-    server: LocalBackend, tiny_model: Path
+    prose: Prose, server: LocalBackend, tiny_model: Path
 ):
     async with ready(server, tiny_model) as adapter:
         other = adapter_for(server, "smollm2-135m-instruct", name=adapter.model.name)
-        with pytest.raises(Conflict, match="base_model"):
+        with pytest.raises(Conflict) as caught:
             await other.initialize(finetuning())
+        prose(caught)
 
 
 @pytest.mark.e2e
@@ -243,14 +246,15 @@ async def test_calls_that_are_not_named_are_context(server: LocalBackend, tiny_m
 
 
 async def test_rollouts_nobody_recorded_are_refused_in_the_seed_s_words(
-    server: LocalBackend, tiny_model: Path
+    prose: Prose, server: LocalBackend, tiny_model: Path
 ):
     async with ready(server, tiny_model) as adapter:
         episode = [message("user", "hi"), message("assistant", "ok", {})]
         both = [Trajectory(episode=episode, reward=reward) for reward in (0.0, 1.0)]
         group = TrajectoryCollection(trajectories=[both], run_id="r")
-        with pytest.raises(Unprocessable, match="No valid assistant messages with logprobs"):
+        with pytest.raises(Unprocessable) as caught:
             await adapter.submit(group)
+        prose(caught)
 
 
 async def readable(adapter: HoneServerAdapter, nth: int) -> Any:
@@ -324,14 +328,17 @@ async def test_the_first_step_of_a_run_survives_until_its_verdict(
         assert await retained() == [2, 3]
 
 
-async def test_what_the_last_one_left_out_is_said(server: LocalBackend, tiny_model: Path):
+async def test_what_the_last_one_left_out_is_said(
+    prose: Prose, server: LocalBackend, tiny_model: Path
+):
     adapter = adapter_for(server, tiny_model)
     with pytest.raises(ValueError, match="No valid trajectory groups to submit") as caught:
         await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
-    assert "there were none" in str(caught.value)
+    prose(caught)
     bad = Trajectory(episode=[message("assistant", "a", {})], reward=0.0, metadata={"id": "e1"})
-    with pytest.raises(ConfigError, match="message_order: 1, empty_group: 1"):
+    with pytest.raises(ConfigError) as refused:
         await adapter.submit(TrajectoryCollection(trajectories=[[bad]], run_id="r"))
+    prose(refused)
 
 
 async def test_rows_of_a_dataset_are_trained_in_any_order(server: LocalBackend, tiny_model: Path):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tests.prose import Prose
 
 from hone.config.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from hone.config.schema import FinetuneConfig, RewardFunctionConfig
@@ -127,14 +128,15 @@ def test_a_reward_is_finite():
         Trajectory(episode=[], reward=float("nan"))
 
 
-async def test_initialize_hands_the_configuration_to_all_three():
+async def test_initialize_hands_the_configuration_to_all_three(prose: Prose):
     trainer = Loop(TrainerConfig())
     assert (trainer.run_config, trainer.trajectory_builder, trainer.trainer_adapter) == (None,) * 3
     assert (trainer.curriculum_config, trainer._curriculum_state) == (None, None)
     builder, adapter = Builder(TrajectoryBuilderConfig()), Adapter(TrainerAdapterConfig())
     config = FinetuneConfig(reward_function=RewardFunctionConfig(name="score"))
-    with pytest.raises(ConfigError, match="bind_components"):
+    with pytest.raises(ConfigError) as caught:
         await trainer.initialize(config)
+    prose(caught)
     await trainer.bind_components(builder, adapter)
     await trainer.initialize(config)
     assert builder.run_config is adapter.run_config is trainer.run_config is config
@@ -151,17 +153,20 @@ async def test_initialize_hands_the_configuration_to_all_three():
     assert state["config"]["expansion_interval"] == 5
 
 
-def test_a_curriculum_is_not_in_every_trainer():
+def test_a_curriculum_is_not_in_every_trainer(prose: Prose):
     nothing = TrajectoryCollection(trajectories=[], run_id="r")
-    with pytest.raises(NotInThisVersion, match="Curriculum learning not implemented"):
+    with pytest.raises(NotInThisVersion) as caught:
         Loop(TrainerConfig()).apply_curriculum_learning(nothing, 0)
+    prose(caught)
 
 
-async def test_what_is_not_bound_says_so():
-    with pytest.raises(ConfigError, match="no evaluation is bound yet"):
+async def test_what_is_not_bound_says_so(prose: Prose):
+    with pytest.raises(ConfigError) as caught:
         await Builder(TrajectoryBuilderConfig()).run_eval()
-    with pytest.raises(ConfigError, match="--validation_dataset"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         await Loop(TrainerConfig()).run_validation_evaluation(0, "r")
+    prose(caught)
 
 
 def test_validation_averages_what_was_scored_and_counts_the_rest():

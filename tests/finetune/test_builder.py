@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.worlds import World, metadata, world
+from tests.prose import Prose
 
 import hone
 from hone import LocalBackend
@@ -30,7 +31,11 @@ ASSISTANT = EpisodeItemRole.ASSISTANT
 
 
 async def test_groups_by_example_with_what_the_server_recorded(
-    server: LocalBackend, tiny_model: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    prose: Prose,
+    server: LocalBackend,
+    tiny_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ):
     caplog.set_level("INFO", "hone")
     async with world(server, tiny_model, generations=3) as w:
@@ -40,8 +45,9 @@ async def test_groups_by_example_with_what_the_server_recorded(
             await w.builder.start_run(w.run_id, meta)
             names = [task.get_name() for task in w.builder.evaluation_runs[w.run_id]]
             assert names == [f"eval-run-{w.run_id}-gen-{k}" for k in range(3)]
-            with pytest.raises(Conflict, match=f"Run {w.run_id} is already in progress"):
+            with pytest.raises(Conflict) as caught:
                 await w.builder.start_run(w.run_id)
+            prose(caught, run_id=w.run_id)
             collection = await w.builder.finalize(w.run_id, meta)
         assert w.builder.evaluation_runs == {}
         assert [len(group) for group in collection.trajectories] == [3, 3]
@@ -114,18 +120,20 @@ async def test_all_generations_share_one_budget(server: LocalBackend, tiny_model
         assert w.builder.dropped == {"no_calls": 16}
 
 
-async def test_unknown_runs_and_missing_parts(server: LocalBackend, tiny_model: Path):
+async def test_unknown_runs_and_missing_parts(prose: Prose, server: LocalBackend, tiny_model: Path):
     builder = RolloutBuilder(RolloutBuilderConfig())
     assert builder.num_generations == 2
     with pytest.raises(ValueError, match="No evaluation runs found for run_id: nobody"):
         await builder.finalize("nobody")
-    with pytest.raises(ConfigError, match="no evaluation is bound yet"):
+    with pytest.raises(ConfigError) as caught:
         await builder.start_run("r")
+    prose(caught)
     async with world(server, tiny_model) as w:
         w.bind(w.say, ["one"])
         builder.evaluation = w.builder.evaluation
-        with pytest.raises(ConfigError, match="was not initialized"):
+        with pytest.raises(ConfigError) as caught:
             await builder.start_run("r")
+        prose(caught)
 
 
 async def test_one_generation_still_gives_groups_by_example(server: LocalBackend, tiny_model: Path):

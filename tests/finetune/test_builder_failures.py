@@ -11,6 +11,7 @@ import openai
 import pytest
 from tests.finetune.worlds import Length, metadata, world
 from tests.patience import PATIENCE_S
+from tests.prose import Prose
 
 from hone import LocalBackend
 from hone.errors import ConfigError, PolicyFailure, Unavailable
@@ -50,7 +51,7 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
 
 
 async def test_a_name_that_two_projects_have_is_asked_for_once(
-    server: LocalBackend, tiny_model: Path
+    prose: Prose, server: LocalBackend, tiny_model: Path
 ):
     """Neither the client nor the run repeats a request that cannot succeed."""
     for project in ("one", "two"):
@@ -71,10 +72,9 @@ async def test_a_name_that_two_projects_have_is_asked_for_once(
 
         async def agent(question: str) -> str:
             messages: Any = [{"role": "user", "content": question}]
-            with pytest.raises(
-                openai.ConflictError, match="say 'one/twin' or 'two/twin'"
-            ) as raised:
+            with pytest.raises(openai.ConflictError) as raised:
                 await client.chat.completions.create(model="twin", messages=messages)
+            prose(raised)
             raise raised.value
 
         w.bind(agent, ["one", "two"])
@@ -175,7 +175,7 @@ async def test_a_cancelled_collection_leaves_nothing_running(
 
 
 async def test_rollouts_in_the_journal_are_not_run_again(
-    server: LocalBackend, tiny_model: Path, tmp_path: Path
+    prose: Prose, server: LocalBackend, tiny_model: Path, tmp_path: Path
 ):
     async with world(server, tiny_model, rollout_retries=0, min_group_size=1) as w:
         broken = True
@@ -198,8 +198,9 @@ async def test_rollouts_in_the_journal_are_not_run_again(
         # Those that ended well are read; those that their world failed are run, as session 2.
         assert w.ran == {"one": 2, "two": 4}
         # The journal refers to recorded calls; their text is fetched for those who read it.
-        with pytest.raises(ConfigError, match="was not fetched from the server"):
+        with pytest.raises(ConfigError) as caught:
             _ = second.trajectories[0][0].episode
+        prose(caught)
         await w.builder.load_episodes(second)
         assert second.trajectories[0] == first.trajectories[0]
         assert [t.rollout[-2:] for t in second.trajectories[1]] == ["~2", "~2"]
@@ -266,7 +267,11 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
 
 
 async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
-    server: LocalBackend, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prose: Prose,
+    server: LocalBackend,
+    tiny_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ):
     def unseen(question: str) -> None:
         body = {"model": w.llm.model, "messages": [{"role": "user", "content": question}]}
@@ -292,13 +297,8 @@ async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
             events = read(tmp_path / "events.jsonl")
             warnings = [e.message for e in events if isinstance(e, WarningLogged)]
         [message] = warnings
-        assert message.startswith(
-            f"epoch 1: 4 calls named no rollout while rollouts ran ({w.adapter.model_name}: 4), and "
-            "are not trained."
-        )
-        assert (
-            "httpx or httpx2" in message and f"{server.base_url}/rollout/ROLLOUT_ID/v1" in message
-        )
+        prose(message)
+        assert f"{server.base_url}/rollout/ROLLOUT_ID/v1" in message
         assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == warnings
         # A server that cannot be asked costs the count, not the epoch.
         w.adapter.backend.patience_s, w.adapter.backend.base_url = 0.2, "http://127.0.0.1:1"

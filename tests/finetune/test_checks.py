@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.rehearsal import document
+from tests.prose import Prose
 
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
@@ -206,10 +207,11 @@ def test_base_models(refused: Refused, name: str, line: str | None):
     assert refused(("smollm2-135m-instruct", remote)) == []
 
 
-def test_an_empty_file_is_no_configuration(tmp_path: Path):
+def test_an_empty_file_is_no_configuration(prose: Prose, tmp_path: Path):
     (tmp_path / "a.yml").write_text("\n")
-    with pytest.raises(ConfigProblems, match="the file is empty"):
+    with pytest.raises(ConfigProblems) as caught:
         read_run(tmp_path / "a.yml")
+    prose(caught)
 
 
 def test_files_that_the_command_names(tmp_path: Path):

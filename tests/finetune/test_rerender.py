@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.worlds import message
+from tests.prose import Prose
 
 from hone.errors import ConfigError
 from hone.finetune.base import DPOItem, Trajectory, TrajectoryCollection
@@ -131,8 +132,9 @@ def test_an_order_that_no_template_expresses(items: Any, says: str, caplog: Any)
     assert says in warnings[0]
 
 
-def test_a_trajectory_of_pairs_and_messages_is_refused():
+def test_a_trajectory_of_pairs_and_messages_is_refused(prose: Prose):
     pair = DPOItem(prompt="p", chosen_response="a", rejected_response="b")
     mixed = Trajectory.model_construct(episode=[message("user", "u"), pair], reward=1.0)
-    with pytest.raises(ConfigError, match="mixes preference pairs"):
+    with pytest.raises(ConfigError) as caught:
         conversations(mixed)
+    prose(caught)

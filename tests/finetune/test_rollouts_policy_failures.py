@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.trainers import Bench
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 from hone.errors import AgentCrashed, ConfigError, PolicyFailure
@@ -345,15 +346,16 @@ async def test_an_evaluator_that_blames_the_model_is_believed(bench: Bench, serv
         assert sorted(run.sent(0)) == [[0.0, 0.0]] * 4
 
 
-async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_again(bench: Bench):
+async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_again(
+    prose: Prose, bench: Bench
+):
     async with trained(bench, lambda question: "right") as run:
         run.agent, run.reward = lenient, Broken(KeyError("column"), everywhere=True)
         run.train(4)
         [status] = await bench.run(1)
         assert status.status is FAILED
         message = str(status.message)
-        assert "8 of 8 rollouts failed because of the infrastructure (evaluator: 8)" in message
-        assert f"  KeyError: 'column' ({__file__}:" in message
+        prose(message)
         run.reward.everywhere = False
         [status] = await bench.run(1)
         assert status.status is COMPLETED and set(run.ran.values()) == {4}
@@ -680,7 +682,9 @@ async def test_failures_of_an_earlier_session_count_as_attempts(bench: Bench):
 # ---- one line ---------------------------------------------------------------------------------------
 
 
-async def test_a_round_that_crashes_at_one_line_stops_the_run_and_is_run_again(bench: Bench):
+async def test_a_round_that_crashes_at_one_line_stops_the_run_and_is_run_again(
+    prose: Prose, bench: Bench
+):
     def answer(question: str) -> str:
         return "wrong" if number(question) < 3 else "right"
 
@@ -697,12 +701,8 @@ async def test_a_round_that_crashes_at_one_line_stops_the_run_and_is_run_again(b
         assert status.status is FAILED and not bench.adapter.jobs
         message = str(status.message)
         line = crashes.__code__.co_firstlineno + 1
-        assert message.startswith(
-            "epoch 1: 6 of 8 rollouts failed with the same exception at the same line, "
-            f"{__file__}:{line}: KeyError: 'wrong'"
-        )
-        assert "If the code had to change, add --fresh." in message
-        assert "raise hone.errors.PolicyFailure" in message
+        prose(message)
+        assert f"{__file__}:{line}: KeyError" in message
         tools["wrong"] = 2
         [status] = await bench.run(1)
         assert status.status is COMPLETED
@@ -746,7 +746,7 @@ class Parsing(Reward):
     ],
 )
 async def test_what_training_can_mend_is_a_warning_that_names_the_line(
-    bench: Bench, agent: Agent, reward: Reward
+    prose: Prose, bench: Bench, agent: Agent, reward: Reward
 ):
     def answer(question: str) -> str:
         return "hm" if number(question) < 3 else "right"
@@ -759,9 +759,7 @@ async def test_what_training_can_mend_is_a_warning_that_names_the_line(
         assert sorted(run.sent(0)) == [*[[0.0, 0.0]] * 3, [1.0, 1.0]]
         [warning] = bench.events("warning")
         message = warning["message"]
-        assert "epoch 1: 6 of 8 rollouts failed because of the model" in message
-        assert "They count with the run's lowest reward" in message
-        assert f"at {__file__}:" in message and "6 of them failed with" in message
+        prose(message)
 
 
 async def test_a_service_that_names_no_line_does_not_stop_the_run(bench: Bench):

@@ -2,6 +2,8 @@
 
 import re
 
+from tests.prose import Prose
+
 from hone.files.rollout_record import FailureRecord, RolloutRecord
 from hone.finetune.round_failures import infrastructure_error, none_collected, policy_warning
 
@@ -26,28 +28,29 @@ def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
     assert infrastructure_error([], where="epoch 1", allowed=0.0) is None
 
 
-def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward():
+def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward(prose: Prose):
     good = [record()] * 19
     assert policy_warning([*good, record("policy", "length")], where="epoch 1") is None
     failed = [*good[:18], *[record("policy", "length")] * 2]
     message = policy_warning(failed, where="epoch 1")
-    assert message is not None and "2 of 20" in message and "length: 2" in message
-    assert "the run's lowest reward" in message and "on_policy_failure" not in message
+    assert message is not None
+    prose(message)
+    assert "on_policy_failure" not in message
     dropped = policy_warning(failed, where="epoch 1", dropped=True)
     assert dropped is not None and "dropping them rewards failing" in dropped
-    assert message.endswith("\n  E: length")  # what was raised: it may be a mistake of the agent's
+    # what was raised: it may be a mistake of the agent's
     worth = record("policy", "length").model_copy(update={"reward": 0.0})
     assert policy_warning([worth] * 20, where="epoch 1") is None
 
 
-def test_no_trajectories_says_what_was_left_out():
+def test_no_trajectories_says_what_was_left_out(prose: Prose):
     message = none_collected(4, {"no_logprobs": 3}, ["search"])
-    assert message.startswith("No trajectories collected for epoch 5. Left out: no_logprobs: 3.")
+    prose(message)
     assert "['search']" in message
     assert "no rollout was run" in none_collected(0, {}, [])
 
 
-def test_no_trajectories_names_the_first_cause():
+def test_no_trajectories_names_the_first_cause(prose: Prose):
     broken = record("policy", "agent_error").model_copy(
         update={
             "failure": FailureRecord(
@@ -60,9 +63,6 @@ def test_no_trajectories_names_the_first_cause():
     message = none_collected(
         0, counts, ["<workflow>"], [record(not_trained="greedy"), broken, later]
     )
-    assert message.startswith(
-        "No trajectories collected for epoch 1. Left out: policy/agent_error: 1, "
-        "infrastructure/connection: 1. The first failure: KeyError: 'x' (a.py:7). Fix what failed"
-    )
+    prose(message)
     assert "target_functions" not in message
     assert FailureRecord(kind="policy", reason="x").type == ""

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from tests.fakes import SickAdapter
 from tests.finetune.command import AGENT, DOCUMENT, Command, Parts
+from tests.prose import Prose, place_of
 
 from hone.config.problems import ConfigProblems, dotted
 from hone.errors import ConfigError, Conflict, DiskFull
@@ -215,28 +216,30 @@ def test_stopping_early_is_a_success_and_stays_one(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_early_stopping_without_a_validation_set_is_refused(command: Command, dry_run: bool):
+def test_early_stopping_without_a_validation_set_is_refused(
+    prose: Prose, command: Command, dry_run: bool
+):
     config = command.file
     text = config.read_text().replace(
         "finetuning:\n", "finetuning:\n  early_stopping: {patience: 1}\n"
     )
     config.write_text(text)
-    line = text.splitlines().index("  early_stopping: {patience: 1}") + 1
     with pytest.raises(ConfigProblems) as refused:
         command(dry_run=dry_run)
-    assert str(refused.value) == (
-        f"{config}:{line}: finetuning.early_stopping: watches val/reward, and this run has no "
-        "validation set; name one with --validation_dataset FILE, or remove the key"
-    )
+    prose(refused)
+    line = text.splitlines().index("  early_stopping: {patience: 1}") + 1
+    assert place_of(refused) == f"{config}:{line}"
     assert not (command.directory / "out").exists()
     assert Parts.builder.ran == []
 
 
-def test_another_configuration_is_refused_unless_fresh(command: Command):
+def test_another_configuration_is_refused_unless_fresh(prose: Prose, command: Command):
     assert command() == 0
     old = command.run_id
-    with pytest.raises(Conflict, match=r"finetuning\.seed: None then, 7 now"):
+    with pytest.raises(Conflict) as caught:
         command(("finetuning.seed", "7"))
+    prose(caught)
+    assert "finetuning.seed: None then, 7 now" in str(caught.value)
     assert command(("finetuning.seed", "7"), fresh=True) == 0
     assert command.run_id != old
     assert Parts.adapter.anew == [old]
@@ -255,7 +258,7 @@ def test_the_id_of_a_run_follows_the_name_of_its_trainer(
     assert command.run_id.startswith(prefix)
 
 
-def test_without_output_dir_two_files_of_one_name_share_no_run(command: Command):
+def test_without_output_dir_two_files_of_one_name_share_no_run(prose: Prose, command: Command):
     config = command.file.read_text().replace("  output_dir: out\n", "")
     assert "output_dir" not in config
     command.file.write_text(config)
@@ -265,8 +268,9 @@ def test_without_output_dir_two_files_of_one_name_share_no_run(command: Command)
     (command.directory / "other").mkdir()
     command.file = command.file.rename(command.directory / "other/train.yml")
     command.file.write_text(config.replace("agent.py", "../agent.py") + "\nllms: {}\n")
-    with pytest.raises(Conflict, match=r"with -o finetuning\.output_dir DIR"):
+    with pytest.raises(Conflict) as caught:
         command()
+    prose(caught)
     assert run.read_text() == before
 
 
@@ -282,13 +286,17 @@ def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.
     assert Parts.closed == ["builder", "adapter"]
 
 
-def test_what_a_run_cannot_do_without_is_said_before_anything_is_opened(command: Command):
-    with pytest.raises(ConfigError, match="Finetuning is not enabled in the provided config"):
+def test_what_a_run_cannot_do_without_is_said_before_anything_is_opened(
+    prose: Prose, command: Command
+):
+    with pytest.raises(ConfigError) as caught:
         command(("finetuning.enabled", "false"))
+    prose(caught)
     document = {**DOCUMENT, "finetuning": {**DOCUMENT["finetuning"], "reward_function": None}}
     command.file.write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigError, match=r"reward_function: is missing; name one of .*\(score\)"):
+    with pytest.raises(ConfigError) as caught:
         command()
+    prose(caught)
     assert not command.out.exists() and Parts.closed == []
 
 
@@ -313,17 +321,21 @@ def test_everything_a_run_lacks_is_said_at_once(command: Command):
     assert not command.out.exists() and Parts.closed == []
 
 
-def test_a_dataset_of_the_command_is_one(command: Command):
+def test_a_dataset_of_the_command_is_one(prose: Prose, command: Command):
     document = {**DOCUMENT, "eval": {"evaluators": DOCUMENT["eval"]["evaluators"]}}
     command.file.write_text(yaml.safe_dump(document))
-    with pytest.raises(ConfigProblems, match=r"eval\.general\.dataset: is missing, so there"):
+    with pytest.raises(ConfigProblems) as caught:
         command()
+    prose(caught)
+    assert place_of(caught) == f"{command.file}:1"
     assert command(dataset=Path("train.json")) == 0
 
 
-def test_an_empty_dataset_is_named(command: Command):
-    with pytest.raises(ConfigProblems, match=r"^--dataset empty\.json: no row is left to run"):
+def test_an_empty_dataset_is_named(prose: Prose, command: Command):
+    with pytest.raises(ConfigProblems) as caught:
         command(dataset=Path("empty.json"))
+    prose(caught)
+    assert place_of(caught).endswith("--dataset empty.json")
 
 
 def test_validation_may_have_a_configuration_of_its_own(command: Command):
@@ -364,7 +376,10 @@ def test_the_time_counts_from_the_command(command: Command):
 
 
 def test_a_dry_run_says_how_much_there_is_to_do(
-    command: Command, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    prose: Prose,
+    command: Command,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ):
     assert command(dry_run=True, validation_dataset=Path("val.json")) == 0
     output = capsys.readouterr().out
@@ -385,8 +400,9 @@ def test_a_dry_run_says_how_much_there_is_to_do(
     assert command(fresh=True, dry_run=True) == 0
     aside = f"a new one; the one before is moved to {command.out}.{command.run_id}"
     assert aside in capsys.readouterr().out
-    with pytest.raises(ConfigProblems, match="functions has no 'serch', so no call can be trained"):
+    with pytest.raises(ConfigProblems) as caught:
         command(("finetuning.target_functions.0", "serch"), dry_run=True)
+    prose(caught)
     with pytest.raises(ConfigProblems) as wrong:
         command(
             ("workflow.target", "agent.py:rum"),
@@ -419,7 +435,7 @@ def test_a_dry_run_says_what_is_left_to_validate(
     assert [event["epoch"] for event in command.events("validation")] == [0, 1, 2, 3]
 
 
-def test_one_broken_file_hides_nothing_of_the_others(command: Command):
+def test_one_broken_file_hides_nothing_of_the_others(prose: Prose, command: Command):
     broken = command.directory / "broken.yml"
     broken.write_text("llms:\n  policy: {_type: trainable\nworkflow: x\n")
     with pytest.raises(ConfigProblems) as wrong:
@@ -443,8 +459,10 @@ def test_one_broken_file_hides_nothing_of_the_others(command: Command):
     assert first.startswith(f"{broken}:3: not YAML: ")
     assert second.endswith("has no 'scroe'. Did you mean 'score'?")
     command.file = command.directory / "nowhere.yml"
-    with pytest.raises(ConfigProblems, match=r"nowhere.yml: there is no such file\n.*'scroe'"):
+    with pytest.raises(ConfigProblems) as caught:
         command(dry_run=True, validation_config_file=sound)
+    prose(caught)
+    assert place_of(caught).endswith("nowhere.yml")
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -534,7 +552,7 @@ def test_a_dry_run_sees_that_another_process_holds_the_run(
 
 @pytest.mark.parametrize("writes", [1, 12, 20])
 def test_a_full_disk_ends_a_run_with_its_name(
-    command: Command, monkeypatch: pytest.MonkeyPatch, writes: int
+    prose: Prose, command: Command, monkeypatch: pytest.MonkeyPatch, writes: int
 ):
     """After so many durable writes, whatever file is next."""
     left, sync = [writes], os.fsync
@@ -547,10 +565,11 @@ def test_a_full_disk_ends_a_run_with_its_name(
 
     with (
         monkeypatch.context() as full,
-        pytest.raises(DiskFull, match=r"out/.*: the disk is full .*Free some space"),
+        pytest.raises(DiskFull) as caught,
     ):
         full.setattr(os, "fsync", fsync)
         command()
+    prose(caught)
     assert command() == 0
     assert len(Parts.builder.ran) == len(set(Parts.builder.ran)) == 8
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fakes import ScriptedBuilder
 from tests.finetune.trainers import Bench, evaluation, rising
+from tests.prose import Prose
 
 from hone.config.schema import (
     CurriculumLearningConfig,
@@ -357,12 +358,13 @@ async def test_a_flat_reward_is_explained(bench: Bench):
     assert any("did not rise" in e["message"] for e in bench.events("warning"))
 
 
-async def test_its_own_words(bench: Bench):
+async def test_its_own_words(prose: Prose, bench: Bench):
     fresh = EpochTrainer(RLTrainerConfig())
     assert (fresh._job_refs, fresh._run_id) == ([], None)
     assert (fresh._reward_history, fresh._validation_history) == ([], [])
-    with pytest.raises(ConfigError, match="was not initialized"):
+    with pytest.raises(ConfigError) as caught:
         await fresh.run(1)
+    prose(caught)
     trainer = await bench.start()
     assert re.fullmatch(r"run_[0-9a-f]{8}", trainer._run_id or "")
     await trainer.run(2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.finetune.runs import STORIES, Story, tell
+from tests.prose import Prose
 from tests.report.test_metrics import collected, job, started
 from tests.report.test_plots import validation
 from typer.testing import CliRunner
@@ -85,9 +86,10 @@ def test_a_validation_that_failed_is_no_baseline(tmp_path: Path):
     assert result.verdict == "unclear"
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no run to report on .*finetuning.output_dir"):
+def test_a_directory_without_a_run_is_refused(prose: Prose, tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
         report.write(tmp_path)
+    prose(caught)
 
 
 def test_what_measured_is_named(tmp_path: Path):

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 
 import hone
 from hone import Trajectory, TrajectoryGroup
@@ -157,9 +158,10 @@ async def test_cancelling_a_gather_cancels_its_rollouts():
 
 
 @pytest.mark.parametrize("wrong", [-1, math.nan])
-async def test_a_budget_that_means_nothing_is_refused(wrong: float):
-    with pytest.raises(ConfigError, match="max_exceptions is"):
+async def test_a_budget_that_means_nothing_is_refused(prose: Prose, wrong: float):
+    with pytest.raises(ConfigError) as caught:
         await gather_trajectory_groups([], pbar_desc=None, max_exceptions=wrong)
+    prose(caught)
 
 
 async def test_after_each_replaces_drops_and_flattens():
@@ -212,7 +214,9 @@ async def test_gather_trajectories_returns_tolerated_failures_in_place():
     assert (results[0].reward, str(results[1]), results[2].reward) == (1, "broken", 2)
 
 
-async def test_a_rollout_that_is_cancelled_by_its_own_code_is_a_failure_like_any_other():
+async def test_a_rollout_that_is_cancelled_by_its_own_code_is_a_failure_like_any_other(
+    prose: Prose,
+):
     async def cancels() -> Trajectory:
         tool = asyncio.create_task(asyncio.sleep(10))
         tool.cancel()
@@ -235,8 +239,9 @@ async def test_a_rollout_that_is_cancelled_by_its_own_code_is_a_failure_like_any
     )
     assert rewards([group, other]) == [[1], [2]]
     assert [failure.type for failure in group.exceptions] == ["AgentCrashed"] * 2
-    with pytest.raises(AgentFailed, match="cancelled by its own code"):
+    with pytest.raises(AgentFailed) as caught:
         await gather_trajectories([cancels()], pbar_desc=None)
+    prose(caught)
 
 
 @pytest.mark.parametrize("value", [None, "high", pytest.param(10**400, id="huge"), [1.0]])
@@ -381,11 +386,14 @@ async def test_skipped_batches_are_not_run():
     ("name", "value"),
     [("batch_size", 0), ("batch_size", 1.5), ("max_concurrent_batches", 0), ("skip_batches", -1)],
 )
-async def test_sizes_with_which_no_batch_would_come_are_refused(name: str, value: float):
+async def test_sizes_with_which_no_batch_would_come_are_refused(
+    prose: Prose, name: str, value: float
+):
     sizes: Any = {"batch_size": 2, name: value}
     batches = trajectory_group_batches([TrajectoryGroup()], **sizes, pbar_desc=None)
-    with pytest.raises(ConfigError, match=f"{name} is {value}: a whole number, at least"):
+    with pytest.raises(ConfigError) as caught:
         await anext(aiter(batches))
+    prose(caught)
 
 
 async def test_the_budget_of_batches_is_per_batch():

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.patience import PATIENCE_S
+from tests.prose import Prose, place_of
 
 from hone import LocalBackend, TrainableModel
 from hone.backends import local as module
@@ -41,7 +42,9 @@ def server_pid(backend: LocalBackend) -> int:
     return backend._server.pid
 
 
-async def test_nothing_starts_before_it_is_used_and_many_users_start_one(tmp_path: Path):
+async def test_nothing_starts_before_it_is_used_and_many_users_start_one(
+    prose: Prose, tmp_path: Path
+):
     backend = LocalBackend(tmp_path / "root")
     assert not (tmp_path / "root").exists()
     async with asyncio.TaskGroup() as tasks:
@@ -54,8 +57,9 @@ async def test_nothing_starts_before_it_is_used_and_many_users_start_one(tmp_pat
     await backend.close()
     assert not alive(pid)
     await backend.close()  # once more is nothing
-    with pytest.raises(ServerError, match="is closed; make another one"):
+    with pytest.raises(ServerError) as caught:
         await backend.connect()
+    prose(caught)
 
 
 async def test_it_goes_on_where_it_was_left(tmp_path: Path):
@@ -97,34 +101,33 @@ def test_a_key_is_asked_for_and_sent(
             asyncio.run(backend.step(model))
 
 
-def test_a_root_in_use_is_refused_in_the_server_s_words(tmp_path: Path):
+def test_a_root_in_use_is_refused_in_the_server_s_words(prose: Prose, tmp_path: Path):
     with LocalBackend(tmp_path) as first:
         first.start()
         second = LocalBackend(tmp_path)
-        with pytest.raises(ServerError, match="another server uses it") as caught:
+        with pytest.raises(ServerError) as caught:
             second.start()
+        prose(caught)
         assert str(tmp_path / "logs") in str(caught.value)
-        assert "ended (1)" in str(caught.value)
-        port = first.base_url.rpartition(":")[2]
-        assert f"`ip: 127.0.0.1` and `port: {port}` under `backend`" in str(caught.value)
         assert first.lost() is None
         assert "training API" in first.output.read_text(), "what the first one said is still there"
 
 
-def test_a_root_that_cannot_be_written_to_is_refused(tmp_path: Path):
+def test_a_root_that_cannot_be_written_to_is_refused(prose: Prose, tmp_path: Path):
     (tmp_path / "file").touch()
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "logs").touch()
     for root in (tmp_path / "file", tmp_path / "root"):
         with LocalBackend(root) as backend, pytest.raises(ServerError) as refused:
             backend.start()
-        assert str(refused.value).startswith(f"{root}: cannot be written to (File exists). ")
-        assert "`root` under `backend`" in str(refused.value)
+        prose(refused)
+        assert place_of(refused) == str(root)
 
 
-def test_an_empty_path_is_not_the_current_directory():
-    with pytest.raises(ConfigError, match=r"LocalBackend\(path\) is empty; name a path"):
+def test_an_empty_path_is_not_the_current_directory(prose: Prose):
+    with pytest.raises(ConfigError) as caught:
         LocalBackend("")
+    prose(caught)
 
 
 def test_a_server_that_printed_nothing_may_have_had_no_space_for_it(
@@ -165,16 +168,19 @@ def test_where_no_server_answers_one_is_started_though_sharing_is_allowed(tmp_pa
         assert not backend.shared and server_pid(backend)
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_never_answers_is_given_up(
+    prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(module, "START_S", 0.01)
     backend = LocalBackend(tmp_path)
-    with pytest.raises(ServerError, match=r"did not answer within 0\.01 s"):
+    with pytest.raises(ServerError) as caught:
         backend.start()
+    prose(caught, free=re.compile(r"[\d.]+ MiB"))
     assert backend._server is None
 
 
 async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
-    tmp_path: Path, tiny_model: Path
+    prose: Prose, tmp_path: Path, tiny_model: Path
 ):
     async with LocalBackend(tmp_path) as backend:
         model = TrainableModel(name="agent", base_model=str(tiny_model))
@@ -185,8 +191,9 @@ async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
         os.kill(server_pid(backend), signal.SIGKILL)
         assert "ended with exit status -9" in str(await asyncio.wait_for(ended, PATIENCE_S))
         backend.patience_s = 3600  # for servers that may come back
-        with pytest.raises(ServerError, match="ended with exit status -9") as caught:
+        with pytest.raises(ServerError) as caught:
             await backend.step(model)
+        prose(caught)
         assert str(tmp_path / "logs" / "server.log") in str(caught.value)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from tests.prose import Prose, place_of
 
 import hone
 from hone import Model, TrainableModel, Trajectory, TrajectoryGroup
@@ -50,14 +51,17 @@ def test_each_event_loop_has_its_own_client():
     assert asyncio.run(ask()) is not asyncio.run(ask())
 
 
-def test_without_an_address_there_is_no_client():
-    with pytest.raises(ConfigError, match="inference_base_url is None"):
+def test_without_an_address_there_is_no_client(prose: Prose):
+    with pytest.raises(ConfigError) as caught:
         Model(name="gpt").openai_client()
+    prose(caught)
     trainable = TrainableModel(name="agent", base_model="b")
-    with pytest.raises(ConfigError, match=r"await model.register\(backend\) first"):
+    with pytest.raises(ConfigError) as caught:
         trainable.openai_client()
-    with pytest.raises(ConfigError, match=r"await model.register\(backend\) first"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         trainable.backend()
+    prose(caught)
 
 
 async def test_a_model_that_is_not_trained():
@@ -68,7 +72,9 @@ async def test_a_model_that_is_not_trained():
     assert (model.trainable, await model.get_step()) == (False, 0)
 
 
-async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(tmp_path: Path):
+async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(
+    prose: Prose, tmp_path: Path
+):
     model = prompted(project="games", base_path=str(tmp_path))
     group = TrajectoryGroup([Trajectory(reward=1, logs=["won"]), Trajectory(reward=0)])
     moves: Any = np.int64(3)
@@ -90,34 +96,38 @@ async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(t
     lines = (directory / "trajectories/test/0000.jsonl").read_text().splitlines()
     first, second = (TrajectoryGroup.model_validate_json(line) for line in lines)
     assert (first.trajectories[0].logs, second.exceptions[0].message) == (["won"], "lost")
-    with pytest.raises(ConfigError, match="neither trajectories nor metrics"):
+    with pytest.raises(ConfigError) as caught:
         await model.log()
+    prose(caught)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, "0.5"])
-async def test_a_reward_that_is_not_a_number_is_not_averaged_away(tmp_path: Path, reward: Any):
+async def test_a_reward_that_is_not_a_number_is_not_averaged_away(
+    prose: Prose, tmp_path: Path, reward: Any
+):
     model = Model(name="m", base_path=str(tmp_path))
     scored, unscored = Trajectory(reward=1.0), Trajectory()
     unscored.reward = reward  # assigned values are not validated
-    with pytest.raises(
-        ConfigError, match=rf"trajectories\.0\.trajectories\.1\.reward is {reward!r}"
-    ):
+    with pytest.raises(ConfigError) as caught:
         await model.log([TrajectoryGroup([scored, unscored])])
-    with pytest.raises(ConfigError, match=rf"log\(\): trajectories\.1\.reward is {reward!r}"):
+    prose(caught)
+    with pytest.raises(ConfigError) as caught:
         await model.log([scored, unscored])
+    prose(caught)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
-    [({"split": "../x"}, "split is '../x'"), ({"step": "x"}, "step"), ({"step": -1}, "step is -1")],
+    "where",
+    [{"split": "../x"}, {"step": "x"}, {"step": -1}],
 )
 async def test_nothing_is_logged_for_a_split_or_a_step_that_is_none(
-    tmp_path: Path, where: dict[str, Any], message: str
+    prose: Prose, tmp_path: Path, where: dict[str, Any]
 ):
     model = prompted(project="games", base_path=str(tmp_path))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         await model.log([Trajectory(reward=1)], **where)
+    prose(caught)
     assert not list(tmp_path.iterdir())
 
 
@@ -131,15 +141,15 @@ def test_state_is_read_merged_and_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content",
     [
-        (b"", "Expecting value"),
-        (b'{\n  "epoch": 1,\n  "se', "Unterminated string"),
-        (b"\xff\xfe", "can't decode byte 0xff"),
-        (b"[1]\n", "expected an object, got list"),
+        b"",
+        b'{\n  "epoch": 1,\n  "se',
+        b"\xff\xfe",
+        b"[1]\n",
     ],
 )
-def test_a_damaged_state_is_named_and_kept(tmp_path: Path, content: bytes, reason: str):
+def test_a_damaged_state_is_named_and_kept(prose: Prose, tmp_path: Path, content: bytes):
     model = prompted(base_path=str(tmp_path))
     model.overwrite_state({"epoch": 1})
     (file,) = tmp_path.rglob("state.json")
@@ -147,9 +157,8 @@ def test_a_damaged_state_is_named_and_kept(tmp_path: Path, content: bytes, reaso
     for use in (model.read_state, lambda: model.merge_state({"epoch": 2})):
         with pytest.raises(StateError) as error:
             use()
-        assert str(error.value).startswith(f"{file}: not a saved state (")
-        assert reason in str(error.value)
-        assert "Restore the file, or remove it to start without a state." in str(error.value)
+        prose(error)
+        assert place_of(error) == str(file)
     assert file.read_bytes() == content
     model.overwrite_state({"epoch": 3})
     assert model.read_state() == {"epoch": 3}
@@ -210,7 +219,7 @@ def test_what_hone_does_not_take_is_refused_by_name():
             TrainableModel(name=name, base_model="b")
 
 
-def test_an_internal_config_is_sent_in_hone_s_words():
+def test_an_internal_config_is_sent_in_hone_s_words(prose: Prose):
     internal = dev.InternalModelConfig(
         init_args=dev.InitArgs(max_seq_length=512),
         engine_args=dev.EngineArgs(gpu_memory_utilization=0.5),
@@ -240,29 +249,30 @@ def test_an_internal_config_is_sent_in_hone_s_words():
         "trainer_args": {"learning_rate": 1e-4},
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    with pytest.raises(ConfigError, match=r"max_num_seqs is 8, and 9 in _internal_config"):
+    with pytest.raises(ConfigError) as caught:
         TrainableModel(
             name="a",
             base_model="b",
             engine_args={"max_num_seqs": 8},
             _internal_config={"engine_args": {"max_num_seqs": 9}},
         ).spec()
+    prose(caught)
 
 
 @pytest.mark.parametrize(
-    ("internal", "message"),
+    "internal",
     [
-        ({"init_arg": {}}, "_internal_config.init_arg: no such key. Did you mean 'init_args'?"),
-        ({"init_args": 3}, "_internal_config.init_args: expected a dict, got int"),
-        ({"rollout_weights_mode": "merged"}, "leave it out or send 'lora'. Adapters are served as"),
-        ({"torchtune_args": {"model": "x"}}, "hone trains LoRA adapters on its own server"),
-        ({"chat_template": "{{ x }}"}, "name that directory as base_model"),
+        {"init_arg": {}},
+        {"init_args": 3},
+        {"rollout_weights_mode": "merged"},
+        {"torchtune_args": {"model": "x"}},
+        {"chat_template": "{{ x }}"},
     ],
 )
-def test_an_internal_config_that_hone_cannot_honour(internal: dict[str, Any], message: str):
+def test_an_internal_config_that_hone_cannot_honour(prose: Prose, internal: dict[str, Any]):
     with pytest.raises(ConfigError) as caught:
         TrainableModel(name="a", base_model="b", _internal_config=internal)
-    assert message in str(caught.value)
+    prose(caught)
 
 
 def test_a_name_that_is_no_directory_is_stored_under_one_made_of_it():

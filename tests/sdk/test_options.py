@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+from tests.prose import Prose
 
 from hone import RemoteBackend, TrainableModel, options
 from hone.errors import ConfigError
@@ -30,25 +31,25 @@ def test_options_of_a_training_call(written: dict[str, Any], keys: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    "written",
     [
-        ({"adam_params": {"lr": 1}}, "AdamW always uses betas 0.9 and 0.99"),
-        ({"advantage_balance": 0.5}, "leave it out or send 0. Positive and negative"),
-        ({"allow_training_without_logprobs": True}, "train_sft to train on text"),
-        ({"kl_ref_adapter_path": "x"}, "is the base model"),
-        ({"importance_sampling_level": "sequence"}, "set epsilon and epsilon_high"),
-        ({"loss_fn": "dro"}, "hone has 'cispo' or 'ppo' of ART's"),
-        ({"loss_fn": "cispo", "ppo": True}, "contradicts loss='cispo'; write one of the two"),
-        ({"loss_fn": "ppo", "loss": "dapo"}, "(loss_fn='ppo') is loss='grpo', which contradicts"),
-        ({"normalize_advantages": False, "scale_rewards": True}, "contradicts scale_rewards=True"),
+        {"adam_params": {"lr": 1}},
+        {"advantage_balance": 0.5},
+        {"allow_training_without_logprobs": True},
+        {"kl_ref_adapter_path": "x"},
+        {"importance_sampling_level": "sequence"},
+        {"loss_fn": "dro"},
+        {"loss_fn": "cispo", "ppo": True},
+        {"loss_fn": "ppo", "loss": "dapo"},
+        {"normalize_advantages": False, "scale_rewards": True},
     ],
 )
-async def test_options_that_hone_refuses(written: dict[str, Any], message: str):
+async def test_options_that_hone_refuses(prose: Prose, written: dict[str, Any]):
     model = TrainableModel(name="a", base_model="b")
     model._backend = RemoteBackend("http://127.0.0.1:1")  # nothing is sent
     with pytest.raises(ConfigError) as caught:
         await model.train([], _config=written)
-    assert message in str(caught.value)
+    prose(caught)
 
 
 def test_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from openai.types.chat.chat_completion import Choice
+from tests.prose import Prose
 from tests.workflow.endpoint import Endpoint, Reply, serving
 
 import hone
@@ -119,7 +120,7 @@ async def test_equal_trajectories_are_judged_once(judge: Judge, at: dict[str, An
 
 
 async def test_a_judge_that_does_not_score_each_once_is_asked_again(
-    judge: Judge, at: dict[str, Any], caplog: pytest.LogCaptureFixture
+    prose: Prose, judge: Judge, at: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     conversations = [[ASK, say("a")], [ASK, say("b")]]
     judge.replies = [listed(("1", 0.5)), listed(("1", 0.5), ("1", 0.6)), scores(0.1, 0.2)]
@@ -127,12 +128,13 @@ async def test_a_judge_that_does_not_score_each_once_is_asked_again(
         assert [s.score for s in await ruler(conversations, **at, debug=True)] == [0.1, 0.2]
     assert 'judge \'wise\': {"scores": [{"trajectory_id": "1"' in caplog.text
     judge.replies = [Reply("Both are fine.")] * 2 + [listed(("1", 0.5), ("7", 1))]
-    message = r"judge 'wise': asked 3 times, it scored trajectory '7', and there are 1, 2: .*"
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(RolloutError) as caught:
         await ruler(conversations, **at)
+    prose(caught)
     judge.replies = [scores(0.5, 1.5)] * 3
-    with pytest.raises(RolloutError, match=r"trajectory '2' is 1\.5, not from 0 to 1"):
+    with pytest.raises(RolloutError) as caught:
         await ruler(conversations, **at)
+    prose(caught)
 
 
 async def test_a_server_without_json_schema(judge: Judge, at: dict[str, Any]):
@@ -175,16 +177,18 @@ async def test_a_group_keeps_all_that_it_had(judge: Judge, at: dict[str, Any]):
 
 
 async def test_a_group_that_cannot_be_scored(
-    judge: Judge, at: dict[str, Any], caplog: pytest.LogCaptureFixture
+    prose: Prose, judge: Judge, at: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
     group = TrajectoryGroup([Trajectory(rollout="r1")])
-    with pytest.raises(ConfigError, match="trajectory 1 of the group has no messages"):
+    with pytest.raises(ConfigError) as caught:
         await ruler_score_group(group, **at)
+    prose(caught)
     assert await ruler_score_group(group, **at, swallow_exceptions=True) is None
     assert "RULER could not score a group (ConfigError: trajectory 1" in caplog.text
     group = TrajectoryGroup([asyncio.sleep(0)])
-    with pytest.raises(ConfigError, match="1 rollouts of the group have not run"):
+    with pytest.raises(ConfigError) as caught:
         await ruler_score_group(group, **at)
+    prose(caught)
     group.take_unfinished()[0].close()
     judge.replies = [Reply(status=503)]
     group = TrajectoryGroup([Trajectory(messages_and_choices=[ASK, say("a")])])
@@ -198,7 +202,7 @@ async def test_the_judge_s_calls_are_not_calls_of_the_rollout(judge: Judge, at: 
     assert judge.header("x-hone-rollout") == [None]
 
 
-async def test_which_judge_a_name_means(monkeypatch: pytest.MonkeyPatch):
+async def test_which_judge_a_name_means(prose: Prose, monkeypatch: pytest.MonkeyPatch):
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENROUTER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -217,8 +221,9 @@ async def test_which_judge_a_name_means(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_BASE_URL", near)
     assert (await meant("my-model"))[:2] == (near, "my-model")
     monkeypatch.delenv("OPENAI_BASE_URL")
-    with pytest.raises(ConfigError, match="'Qwen/Q', whose address is not known"):
+    with pytest.raises(ConfigError) as caught:
         await meant("Qwen/Q")
+    prose(caught)
 
 
 def test_scores_in_an_answer():

@@ -494,7 +494,7 @@ def test_pages_of_input_items_that_do_not_exist(
     prose(caught)
     with pytest.raises(openai.BadRequestError) as caught:
         create("ok", input=[{"type": "item_reference", "id": f"msg_{answer.id[5:]}in7"}])
-    prose(caught)
+    prose(caught, answer=answer.id[5:])
 
 
 def test_responses_that_are_not_stored(
