@@ -41,7 +41,17 @@ DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
 SOURCE = DOCS.parent / "src" / "hone"
 FOLDERS = (
-    *("cli", "files", "tasks", "config", "capture", "workflow", "evaluation", "finetune"),
+    *(
+        "cli",
+        "files",
+        "tasks",
+        "config",
+        "capture",
+        "workflow",
+        "evaluation",
+        "finetune",
+        "finetune/checks",
+    ),
     *("loggers", "report", "backends"),
     *("wire", "wire/openai", "wire/anthropic"),
     *("server", "server/http", "server/serve", "server/train", "store", "chat"),

@@ -11,7 +11,7 @@ from tests.examples.conftest import EXAMPLES, scripted
 from hone.capture.base import Step
 from hone.capture.scope import recorded
 from hone.config.schema import read
-from hone.finetune.checks import read_run
+from hone.finetune.checks.documents import read_run
 
 FOLDER = EXAMPLES / "03_tic_tac_toe"
 EMPTY = "123456789"

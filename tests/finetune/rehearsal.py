@@ -24,7 +24,7 @@ from hone.errors import ConfigError
 from hone.evaluation.run import Evaluation, evaluation
 from hone.finetune.adapter import HoneServerAdapter
 from hone.finetune.base import TrainerAdapter, TrajectoryBuilder
-from hone.finetune.preflight import Check, failures, preflight
+from hone.finetune.checks.preflight import Check, failures, preflight
 
 PROGRAM = """
 # An agent that knows nothing of hone: it has its address, its key and the name of a model.

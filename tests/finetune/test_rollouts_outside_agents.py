@@ -15,7 +15,7 @@ from tests.workflow.rollouts import why
 
 from hone.config.policy import describe
 from hone.errors import Forbidden
-from hone.finetune.preflight import failures
+from hone.finetune.checks.preflight import failures
 from hone.server.http import listen
 from hone.workflow.run import RolloutResult, run_rollout
 

@@ -339,7 +339,7 @@ def validate_command(
 
         hone validate --config_file=train.yml -o finetuning.num_epochs 20
     """
-    from hone.finetune.checks import read_run
+    from hone.finetune.checks.documents import read_run
 
     document = read_run(config_file, pairs(override))
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -34,13 +34,13 @@ from hone.files.disk import write_atomic
 from hone.files.event_log import FILE, EventLog
 from hone.files.redact import redact
 from hone.finetune.base import TrainerAdapter, TrainingJobStatus, TrainingStatusEnum
-from hone.finetune.checks import read_documents
+from hone.finetune.checks.documents import read_documents
+from hone.finetune.checks.overlap import overlap
+from hone.finetune.checks.plan import dry_run
+from hone.finetune.checks.preflight import Check, failures, preflight
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.fingerprint import evaluators_of, fingerprint_of, program, resume_arguments
 from hone.finetune.journal import Journal
-from hone.finetune.overlap import overlap
-from hone.finetune.plan import dry_run
-from hone.finetune.preflight import Check, failures, preflight
 from hone.finetune.resume import RunState
 from hone.loggers.process import Loggers
 from hone.report.display import Display

@@ -1,4 +1,4 @@
-"""finetune/preflight.py: what one example, run twice, shows of a run before it is paid for."""
+"""finetune/checks/preflight.py: what one example, run twice, shows of a run before it is paid for."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from tests.fakes import ScriptedBuilder
 from tests.finetune.rehearsal import Rehearsal, one, reply
 
 from hone.evaluation.base import EvalInputItem, EvalOutputItem
-from hone.finetune.preflight import failures
+from hone.finetune.checks.preflight import failures
 
 
 async def test_nested_targets(rehearsal: Rehearsal):

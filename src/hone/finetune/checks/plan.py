@@ -19,9 +19,9 @@ from hone.files.event_log import FILE
 from hone.files.event_log import read as read_events
 from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
+from hone.finetune.checks.overlap import overlap
 from hone.finetune.dataset_builder import dataset_config_of
 from hone.finetune.journal import check_free, plan_start
-from hone.finetune.overlap import overlap
 from hone.finetune.resume import RunState, rounds_of
 from hone.report.text import counted, duration
 from hone.train_config import TrainConfig

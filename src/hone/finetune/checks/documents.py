@@ -22,14 +22,14 @@ from hone.evaluation.datasets import FILE_DATASETS
 from hone.evaluation.mistakes import signature_mistake
 from hone.finetune.adapter_config import adapter_config_of
 from hone.finetune.builder import num_generations
-from hone.finetune.dataset_checks import (
+from hone.finetune.checks.dataset import (
     DATASET,
     check_file,
     dataset_mistakes,
 )
+from hone.finetune.checks.overlap import same_dataset
 from hone.finetune.fingerprint import code_of, targets_of
 from hone.finetune.objectives import objective_mistakes
-from hone.finetune.overlap import same_dataset
 from hone.workflow.target import load_target
 
 _NAMED = re.compile(r"""\bfunction\(\s*["']([!-~]+?)["']\s*\)""")

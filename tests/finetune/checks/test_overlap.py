@@ -10,7 +10,7 @@ from tests.prose import Prose, place_of
 
 from hone.config.problems import ConfigProblems
 from hone.evaluation.base import EvalInputItem
-from hone.finetune.overlap import overlap
+from hone.finetune.checks.overlap import overlap
 
 
 def item(id: str, input: object, row: int | None = None) -> EvalInputItem:

@@ -33,7 +33,7 @@ from hone.finetune.calls import (
     count_unscoped,
     unscoped_message,
 )
-from hone.finetune.plan import Plan, plan, rollout_time
+from hone.finetune.checks.plan import Plan, plan, rollout_time
 from hone.finetune.rollouts import evaluators_marked
 from hone.report.text import counted
 from hone.tasks.tally import run_together

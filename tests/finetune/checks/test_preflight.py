@@ -7,7 +7,7 @@ from tests.fakes import MemoryAdapter, SickAdapter
 from tests.finetune.rehearsal import Rehearsal, one, reply
 
 from hone.backends import http
-from hone.finetune.preflight import failures
+from hone.finetune.checks.preflight import failures
 
 
 async def test_a_sound_run(rehearsal: Rehearsal):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.finetune.rehearsal import document
 
-from hone.finetune.plan import Span, plan, rollout_time
+from hone.finetune.checks.plan import Span, plan, rollout_time
 
 
 def test_the_seed_s_own_learning_rate_can_hardly_move_the_model(tmp_path: Path):

@@ -11,8 +11,8 @@ from tests.prose import Prose
 
 from hone.config.problems import ConfigProblems
 from hone.config.schema import read
-from hone.finetune.checks import read_run
-from hone.finetune.dataset_checks import check_file
+from hone.finetune.checks.dataset import check_file
+from hone.finetune.checks.documents import read_run
 
 RUN = """\
 llms:
