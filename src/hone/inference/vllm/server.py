@@ -7,6 +7,7 @@ Nothing depends on vLLM's defaults: the server is started so that no generation_
 and log-probabilities are temperature-scaled. A server that the user started is checked for this.
 """
 
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -157,7 +158,10 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
     """A running vLLM server, for a model by name. Blocking."""
     files, url = find(name), url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx2.Client(timeout=CONNECT_S) as client:
+        # As aiohttp, which sends the requests: no proxy from the environment, and OpenSSL's
+        # certificates.
+        tls = ssl.create_default_context()
+        with httpx2.Client(timeout=CONNECT_S, trust_env=False, verify=tls) as client:
             version = client.get(f"{url}/version").raise_for_status().json()["version"]
             check_version(version, where=url)
             cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
