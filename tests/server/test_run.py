@@ -70,10 +70,12 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     options = ("--root", str(tmp_path), "--advertise-url", advertised)
     with serving(*options) as (process, output):
         control = f"http://127.0.0.1:{output['port']}"
-        assert httpx.get(f"{control}/health").json()["status"] == "ok"
+        assert httpx.get(f"{control}/health", timeout=PATIENCE_S).json()["status"] == "ok"
         openai = f"http://127.0.0.1:{output['inference_port']}/v1"
-        assert httpx.get(f"{openai}/models").json()["data"] == []
-        wrong_port = httpx.post(f"{openai}/training/models", json={}).json()["error"]["message"]
+        assert httpx.get(f"{openai}/models", timeout=PATIENCE_S).json()["data"] == []
+        wrong_port = httpx.post(f"{openai}/training/models", json={}, timeout=PATIENCE_S).json()[
+            "error"
+        ]["message"]
         assert wrong_port.endswith(f"inference APIs; the training API is on port {output['port']}")
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -90,10 +92,12 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
     with serving("--root", str(tmp_path)) as (process, output):
         control = f"http://127.0.0.1:{output['port']}/v1/training"
         spec = {"name": "agent", "base_model": str(tiny_model)}
-        assert httpx.post(f"{control}/models", json=spec).status_code == 201
+        assert httpx.post(f"{control}/models", json=spec, timeout=PATIENCE_S).status_code == 201
         answer = httpx.post(f"{control}/jobs", json=job(), timeout=PATIENCE_S)
         assert answer.status_code == 202
-        with httpx.stream("GET", f"{control}/jobs/{answer.json()['id']}/events") as events:
+        with httpx.stream(
+            "GET", f"{control}/jobs/{answer.json()['id']}/events", timeout=PATIENCE_S
+        ) as events:
             lines = events.iter_lines()
             assert next(lines).startswith("id: ")  # its learner takes seconds to start
             process.send_signal(signal.SIGTERM)
@@ -237,8 +241,13 @@ def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
     with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, output):
         url = f"http://127.0.0.1:{output['inference_port']}/v1/models"
         key = (tmp_path / "api_key").read_text().strip()
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert httpx.get(url, timeout=PATIENCE_S).status_code == 401
+        assert (
+            httpx.get(
+                url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S
+            ).status_code
+            == 200
+        )
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=PATIENCE_S)
     assert key in out and process.returncode == 0  # docs/reference/cli.md says so

@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server
 
@@ -36,7 +37,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=server.inference_url) as http:
+    with httpx2.Client(base_url=server.inference_url, timeout=PATIENCE_S) as http:
         yield http
 
 

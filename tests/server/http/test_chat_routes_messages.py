@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.capture.scope import recorded
@@ -33,7 +34,9 @@ TWO_CALLS = CALL + '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[Any]:
-    with httpx2.Client() as http:  # making one reads every certificate of the machine
+    with httpx2.Client(
+        timeout=PATIENCE_S
+    ) as http:  # making one reads every certificate of the machine
         yield http
 
 
