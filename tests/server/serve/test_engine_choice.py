@@ -247,7 +247,7 @@ async def test_a_running_vllm_serves_what_hone_trained(
             assert (Path(path) / "adapter_model.safetensors").exists()
         assert standin.loaded == {} and not Path(path).exists()
     lines = [(one.getMessage(), getattr(one, "fields", None)) for one in caplog.records]
-    says = "vLLM was started by others: a publish is proved by log-probabilities alone"
+    says = "vLLM was not started by hone: a publish is proved by log-probabilities alone"
     assert lines.count((says, {"url": url})) == 1
 
 

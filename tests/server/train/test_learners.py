@@ -134,7 +134,7 @@ async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(
         assert job.failure is not None
         assert (job.failure.type, job.failure.message) == ("TrainingError", "there is no memory")
         assert launches.gave_way == [True, False]
-        assert "no learner could be launched ahead; the first job tries it" in caplog.text
+        assert "no learner could be launched in advance; the first job launches one" in caplog.text
         assert (await server.serving.resolve("agent")).step == 0  # and the server goes on
 
 
