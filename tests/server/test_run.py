@@ -88,7 +88,7 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     assert log.splitlines()[-1].endswith("server stopping")
 
 
-def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_model: Path):
+def test_it_stops_at_once_while_a_client_follows_a_job(tmp_path: Path, tiny_model: Path):
     with serving("--root", str(tmp_path)) as (process, output):
         control = f"http://127.0.0.1:{output['port']}/v1/training"
         spec = {"name": "agent", "base_model": str(tiny_model)}
@@ -108,7 +108,7 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
     assert (process.returncode, err) == (0, "")
 
 
-async def test_who_waits_for_vllm_sees_what_it_does(
+async def test_the_log_shows_the_stages_of_vllms_start(
     tmp_path: Path,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +171,9 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
         (["--device", "cuda:99"], 1, "--device cuda:99: torch "),  # another machine may have it
     ],
 )
-def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], status: int, says: str):
+def test_unsupported_options_are_refused(
+    tmp_path: Path, options: list[str], status: int, says: str
+):
     refused = CliRunner().invoke(app, ["serve", "--root", str(tmp_path), *options])
     assert refused.exit_code == status and says in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -53,7 +53,7 @@ def response(connection: socket.socket) -> tuple[HTTPResponse, bytes]:
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, GET + HALF], ids=["nothing", "half", "a second half"])
-def test_a_request_that_does_not_come_to_its_end_is_given_up(
+def test_a_connection_with_an_incomplete_request_is_closed(
     make_server: MakeServer, sent: bytes
 ) -> None:
     server = make_server(header_timeout_s=0.2)
@@ -64,7 +64,7 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(
     assert httpx.get(server.control_url + "/health", timeout=PATIENCE_S).status_code == 200
 
 
-def test_a_body_that_stops_coming_gets_408(make_server: MakeServer) -> None:
+def test_an_incomplete_body_gets_408(make_server: MakeServer) -> None:
     server = make_server(body_timeout_s=0.2)
     with connected(server) as connection:
         connection.sendall(post(1000) + b"{")
@@ -73,7 +73,7 @@ def test_a_body_that_stops_coming_gets_408(make_server: MakeServer) -> None:
     assert b"1 bytes of the body" in received
 
 
-def test_a_body_that_nobody_reads_does_not_hold_its_connection(make_server: MakeServer) -> None:
+def test_an_unread_body_does_not_keep_its_connection_open(make_server: MakeServer) -> None:
     """It is answered with 404 at once; then the client goes on as slowly as it likes."""
     server = make_server(header_timeout_s=0.2)
     with connected(server) as connection:
@@ -165,7 +165,7 @@ def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeS
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_who_sends_all_of_a_refused_body_reads_the_refusal(
+def test_a_client_that_sends_all_of_a_refused_body_reads_the_refusal(
     make_server: MakeServer, chunked: bool
 ) -> None:
     """As http.client and requests do; the body is more than the buffers of both sockets hold."""

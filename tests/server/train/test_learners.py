@@ -61,7 +61,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_the_first_job_finds_its_learner_already_there(tiny_model: Path, tmp_path: Path):
+async def test_the_learner_is_loaded_before_the_first_job(tiny_model: Path, tmp_path: Path):
     launches = Launches()
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         record = server.models.register(spec(tiny_model))

@@ -161,7 +161,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert second == not_proved
 
 
-async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(
+async def test_an_unproved_step_is_loaded_again_when_it_is_retried(
     tiny_model: Path, tmp_path: Path
 ):
     engine = StuckEngine(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)
