@@ -1,4 +1,4 @@
-"""Bridge: the next prompt begins with the very ids that were fed and sampled before."""
+"""Bridge: the next prompt begins with the ids that were fed and sampled before."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reply: what a completion says, read whole or as it streams in."""
+"""Reply: a completion parsed as a whole or as it streams in."""
 
 import json
 import re

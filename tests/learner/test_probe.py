@@ -1,4 +1,4 @@
-"""Which tokens a publisher is told to look at."""
+"""Which tokens a publisher compares with the engine's."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The learner in a process of its own: the same bits, and a clear word when it ends."""
+"""The learner in a process of its own: the same bits, and a clear error when it dies."""
 
 import os
 import re

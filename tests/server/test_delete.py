@@ -1,4 +1,4 @@
-"""A model is deleted with everything that is kept of it, whenever the server is killed."""
+"""A model is deleted with everything stored about it, whenever the server is killed."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Nothing a client can send makes the server fail, hang, or forget what it accepted."""
+"""No request makes the server fail, hang, or lose what it accepted."""
 
 import json
 from collections import Counter

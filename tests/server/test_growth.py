@@ -1,4 +1,4 @@
-"""What a server keeps is bounded: its log, logged trajectories, runs whose clients are gone."""
+"""What a server stores is bounded: its log, logged trajectories, runs whose clients are gone."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Another name for a model: all that is kept of it goes along, whenever the server is killed."""
+"""Renaming a model moves everything stored about it, whenever the server is killed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Chat templates are foreign code: what a bad one does to a server, through its routes."""
+"""Chat templates are foreign code: limits on a bad one, through the server's routes."""
 
 import json
 import threading

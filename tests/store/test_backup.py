@@ -1,4 +1,4 @@
-"""A backup is a root of its own: consistent, whole, and without the server's secrets."""
+"""A backup is a root of its own: consistent, complete, and without the server's secrets."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is exported loads elsewhere and says the same: logits, tokens, templates."""
+"""An export loads in other programs and gives the same logits, tokens and templates."""
 
 import json
 import shutil

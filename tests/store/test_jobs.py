@@ -1,4 +1,4 @@
-"""The queue: states and their moves, events that are durable before they are heard."""
+"""The queue: changes of state, and events that are durable before a listener gets them."""
 
 import asyncio
 import itertools

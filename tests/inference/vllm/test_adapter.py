@@ -1,4 +1,4 @@
-"""The digests of an adapter against what vLLM's workers hold; vLLM's own objects are stood in for."""
+"""The digests of an adapter against what vLLM's workers hold; small classes stand in for vLLM's."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What every request passes: its size, its key, its log line; and how errors leave."""
+"""What applies to every request: body size, key, log line, and the form of errors."""
 
 import json
 import logging

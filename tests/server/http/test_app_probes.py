@@ -1,4 +1,4 @@
-"""What clients ask beside the APIs: the version, the models, token ids and text."""
+"""Requests of clients besides chats: the version, the models, token ids and text."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What strangers, proxies and peers get from a server: every request over a real socket."""
+"""Which clients, proxies and peers a server trusts: every request over a real socket."""
 
 import socket
 import stat

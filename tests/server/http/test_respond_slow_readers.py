@@ -1,4 +1,4 @@
-"""A client that does not read its answer costs its own connection, and nobody else's time."""
+"""A client that does not read its answer loses its connection and delays no other client."""
 
 import json
 import socket

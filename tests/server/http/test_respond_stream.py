@@ -1,4 +1,4 @@
-"""Streams: the same answers in pieces, every log-probability, and what happens when someone leaves."""
+"""Streams: the same answers in pieces, every log-probability, and what happens when a client disconnects."""
 
 import asyncio
 import json

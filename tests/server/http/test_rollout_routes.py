@@ -1,4 +1,4 @@
-"""Rollouts: whose call it was, what it continues to the token, and what a restart remembers."""
+"""Rollouts: which calls belong to one, which ids they continue, also after a restart."""
 
 import logging
 import sqlite3

@@ -1,4 +1,4 @@
-"""The training API over HTTP: models and jobs, and everything that may be wrong with them."""
+"""The training API over HTTP: models and jobs, and their invalid requests."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""How long the server held a call: while serving was paused, or its engine was not there."""
+"""How long the server held a call: while serving was paused, or its engine was not available."""
 
 import asyncio
 import threading

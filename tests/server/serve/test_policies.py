@@ -1,4 +1,4 @@
-"""Serving: which weights answer to which name, what is loaded, and what is let go."""
+"""Serving: which weights answer to which name, what is loaded, and what is unloaded."""
 
 import asyncio
 import json

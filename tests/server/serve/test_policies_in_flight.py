@@ -1,4 +1,4 @@
-"""An answer under way keeps the step that began it, whatever is published meanwhile."""
+"""An answer in progress keeps the step that began it when another step is published."""
 
 import asyncio
 import json

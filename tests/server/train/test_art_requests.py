@@ -1,4 +1,4 @@
-"""What ART's clients say, read: model objects, training calls, logged trajectories."""
+"""Requests of ART's clients, translated: model objects, training calls, logged trajectories."""
 
 import json
 import math

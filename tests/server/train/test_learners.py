@@ -1,4 +1,4 @@
-"""When a base model's learner is there: ahead of its first job, once, and never for serving alone."""
+"""When a base model's learner is launched: before its first job, once, and never only to serve."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The server loop: what a job leaves behind, however it ends."""
+"""The server loop: the state after a job, however it ends."""
 
 import asyncio
 import secrets

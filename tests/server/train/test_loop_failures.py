@@ -1,4 +1,4 @@
-"""Jobs that go wrong: each says why, leaves the step before, and the next one runs."""
+"""Jobs that fail: each has its reason, the previous step stays served, and the next job runs."""
 
 import asyncio
 import errno
