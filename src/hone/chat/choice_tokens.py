@@ -115,7 +115,9 @@ class TokenReader:
         if parsed.token_ids is not None:
             ids = self._same_ids(parsed.token_ids, len(values), ids, (*where, "token_ids"))
         elif not tokens:
-            raise InvalidField(path, "the choice has no token_ids, so these tokens cannot be identified")
+            raise InvalidField(
+                path, "the choice has no token_ids, so these tokens cannot be identified"
+            )
         elif ids is None:
             ids = self._ids_of_text(tokens, path)
         if wrong := first_outside(ids, self._vocab):
