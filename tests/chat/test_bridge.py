@@ -1,4 +1,4 @@
-"""Bridge: the next prompt begins with the very ids that were fed and sampled before."""
+"""Bridge: the next prompt begins with the ids that were fed and sampled before."""
 
 import json
 from typing import Any
@@ -282,7 +282,7 @@ def test_an_answer_that_is_left_out_after_a_tool_error_gives_a_branch(qwen25):
     )
 
 
-def test_branches_are_told_apart_and_the_longest_match_counts(qwen25):
+def test_branches_are_distinguished_and_the_longest_match_counts(qwen25):
     conversation = Conversation(qwen25)
     first = answered(qwen25, HI, encode(qwen25, "one<|im_end|>"))
     conversation.add(first)
@@ -345,7 +345,7 @@ def test_the_same_turns_under_other_tools_do_not_hide_the_ones_that_continue(qwe
     assert conversation.prompt(request).source == 1
 
 
-def test_an_answer_put_in_by_the_agent_is_added_from_text(qwen25):
+def test_an_answer_inserted_by_the_agent_is_encoded_from_text(qwen25):
     call = answered(qwen25, HI, encode(qwen25, "the<|im_end|>"))
     request = [*HI, sent_back(call.reply), *HI, {"role": "assistant", "content": "mine"}, *HI]
     bridged = bridge(qwen25, call, request)

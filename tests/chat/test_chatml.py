@@ -99,7 +99,7 @@ def templates(make_tokenizer) -> dict[str, ChatTemplate]:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(messages=st.lists(talk, min_size=1, max_size=5), prompted=st.booleans())
 @property_test
-def test_plain_talk_gives_the_ids_of_the_models_own_template(templates, family, messages, prompted):
+def test_plain_text_gives_the_ids_of_the_models_own_template(templates, family, messages, prompted):
     template = templates[family]
     assert isinstance(template.renderer, ChatML)
     ours = template.render(messages, generation_prompt=prompted)
@@ -163,7 +163,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_template_that_does_something_else_is_not_taken_for_chatml(make_tokenizer, change):
+def test_a_different_template_is_not_recognised_as_chatml(make_tokenizer, change):
     own = make_tokenizer("smollm2-instruct").chat_template
     assert CHANGES[change][0] in own, "the change would change nothing"
     changed = make_tokenizer("smollm2-instruct", own.replace(*CHANGES[change]))
@@ -173,7 +173,7 @@ def test_a_template_that_does_something_else_is_not_taken_for_chatml(make_tokeni
 
 
 @pytest.mark.parametrize("sentence", ["Please reason step by step.", None])
-def test_any_default_sentence_is_found_out_by_asking_the_template(make_tokenizer, sentence):
+def test_the_default_system_message_is_read_from_the_template(make_tokenizer, sentence):
     own = make_tokenizer("qwen2.5-instruct").chat_template
     qwen = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     if sentence:

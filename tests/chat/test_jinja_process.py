@@ -151,7 +151,7 @@ def test_a_template_that_writes_too_much_is_refused_and_a_long_prompt_is_not(
 @pytest.mark.parametrize(
     "template", ["{{ 1 / 0 }}", "{{ range(10**9) | list }}", "{{ [1] | map | list }}"]
 )
-def test_whatever_a_template_raises_is_its_refusal(small: JinjaProcesses, template: str):
+def test_any_error_of_a_template_is_a_refusal(small: JinjaProcesses, template: str):
     with pytest.raises(TemplateError) as refused:
         small.render(template, HI)
     assert not isinstance(refused.value, TemplateLimit) and str(refused.value)
@@ -176,7 +176,7 @@ def test_all_templates_of_a_process_share_one_child_while_none_waits(small: Jinj
     assert len(small.pids) == 1
 
 
-def test_only_a_few_processes_stay(small: JinjaProcesses, monkeypatch: pytest.MonkeyPatch):
+def test_only_a_few_idle_processes_are_kept(small: JinjaProcesses, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hone.chat.jinja_process.MAX_IDLE", 0)
     assert small.render("{{ 1 }}", {}) == "1" and small.pids == []
 

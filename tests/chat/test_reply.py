@@ -1,4 +1,4 @@
-"""Reply: what a completion says, read whole or as it streams in."""
+"""Reply: a completion parsed as a whole or as it streams in."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def test_a_call_cut_off_stays_in_the_text(smollm2):
     assert (reply.content, reply.finish) == ("a", "length")
 
 
-def test_reasoning_is_told_from_the_answer(qwen3, qwen25):
+def test_reasoning_is_separated_from_the_answer(qwen3, qwen25):
     text = "<think>\nwhy <tool_call>\n</think>\n\nso\n<|im_end|>"
     reply = qwen3.parse(say(qwen3, text), tools=TOOLS)
     assert (reply.reasoning, reply.content) == ("why <tool_call>", "so\n")
@@ -204,7 +204,7 @@ def llama3(make_tokenizer) -> ChatTemplate:
     return template
 
 
-def test_the_library_reads_what_it_alone_knows(llama3):
+def test_the_library_parses_its_own_formats(llama3):
     text = '{"name": "weather", "parameters": {"city": "\u4f60"}}<|eot_id|>'
     parser = llama3.parser(tools=TOOLS, seed="s")
     assert parser.feed(say(llama3, text)) == []  # its parsers want the whole answer
@@ -222,7 +222,7 @@ def test_the_library_reads_what_it_alone_knows(llama3):
     assert llama3.parse(say(llama3, text)) == Reply(content=text.removesuffix("<|eot_id|>"))
 
 
-def test_what_the_library_lets_through_is_checked(llama3):
+def test_replies_of_the_library_are_validated(llama3):
     listed = '{"name": "f", "parameters": [1]}'
     reply = llama3.parse(say(llama3, listed), tools=TOOLS)
     assert reply.content == listed
@@ -475,7 +475,7 @@ def test_vocabularies_that_are_not_byte_level_stream_whole_characters(text):
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_a_reply_sent_back_renders_as_the_model_was_taught(qwen25):
+def test_a_reply_that_is_sent_back_renders_in_the_models_format(qwen25):
     text = 'Look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     reply = qwen25.parse(say(qwen25, text), tools=TOOLS)
     sent_back = json.loads(json.dumps(reply.message))

@@ -56,13 +56,13 @@ class _Forgets(dict[str, ChatTemplate]):
         pass
 
 
-def test_requests_with_other_arguments_do_not_take_each_other_s_templates(make_tokenizer):
+def test_requests_with_different_arguments_do_not_share_templates(make_tokenizer):
     template = ChatTemplate.load(make_tokenizer("smollm2-instruct"))
     template._variants = _Forgets()
     assert template.with_kwargs({"tone": "kind"}).kwargs == {"tone": "kind"}
 
 
-def test_a_server_of_many_base_models_spells_out_each_vocabulary_once(make_tokenizer):
+def test_each_vocabulary_is_spelled_out_once_per_server(make_tokenizer):
     tokenizer = make_tokenizer("smollm2-instruct")
     templates = [ChatTemplate.load(deepcopy(tokenizer)) for _ in range(6)]
     spelled = [template.pieces for template in templates]
@@ -224,7 +224,7 @@ def test_malformed_tools_are_refused(prose: Prose, qwen25, tools):
     prose(caught)
 
 
-def test_what_clients_spell_differently_renders_alike(qwen25):
+def test_equivalent_messages_render_alike(qwen25):
     plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "a\nb"}, _call("{}")]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     other = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}, _call("")]

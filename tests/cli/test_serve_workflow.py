@@ -158,7 +158,7 @@ def post(url: str, body: Any, **headers: str) -> httpx2.Response:
 
 
 def test_every_route_runs_the_workflow(address: str):
-    assert httpx2.get(f"{address}/health").json() == {"status": "healthy"}
+    assert httpx2.get(f"{address}/health", timeout=PATIENCE_S).json() == {"status": "healthy"}
     answer = post(f"{address}/generate", {"input_message": "Say x."})
     assert answer.status_code == 200 and answer.json()["value"].startswith("Say x.: ")
     assert post(f"{address}/generate", {"input": "Say y."}).json()["value"].startswith("Say y.: ")
@@ -202,7 +202,7 @@ def test_what_fails_says_why(prose: Prose, address: str):
             "messages: the user's content has a int, not text",
         ),
     ):
-        answer = httpx2.post(f"{address}{path}", content=body)
+        answer = httpx2.post(f"{address}{path}", content=body, timeout=PATIENCE_S)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"]
     refused = post(f"{address}/generate", "x", **{"X-Hone-Rollout": "not an id"})
     assert refused.status_code == 400 and "rollout is 'not an id'" in refused.text
@@ -219,7 +219,7 @@ def test_what_fails_says_why(prose: Prose, address: str):
 def test_web_pages_and_proxies_are_refused(address: str, headers: dict[str, str], why: str):
     refused = post(f"{address}/generate", {"input": "broken"}, **headers)
     assert refused.status_code == 403 and why in refused.text
-    assert httpx2.get(f"{address}/health", headers=headers).status_code == 403
+    assert httpx2.get(f"{address}/health", headers=headers, timeout=PATIENCE_S).status_code == 403
     own = {"Host": "localhost:1", "Origin": "http://localhost:3000"}
     assert post(f"{address}/generate", {"input": "broken"}, **own).status_code == 500
 
@@ -230,7 +230,9 @@ def test_the_rollout_of_a_request_is_that_of_its_model_calls(
     headers = {"X-Hone-Rollout": "elsewhere-7", "X-Hone-Temperature": "0"}
     first, second = (post(f"{address}/generate", "Say 7.", **headers).json() for _ in range(2))
     assert first == second  # greedy
-    calls = httpx2.get(f"{shared_server.base_url}/v1/rollouts/elsewhere-7").json()["calls"]
+    calls = httpx2.get(
+        f"{shared_server.base_url}/v1/rollouts/elsewhere-7", timeout=PATIENCE_S
+    ).json()["calls"]
     functions = [call["call"]["function"] for call in calls]
     assert functions == ["<workflow>.search", "<workflow>"] * 2
 
@@ -269,7 +271,7 @@ def test_requests_are_limited_in_size_and_time(config: Path):
         for body in large:
             received = exchanged(url, head + body)
             assert received.startswith(b"HTTP/1.1 413 ") and b"larger than 1000 bytes" in received
-        assert httpx2.get(f"{url}/health").json() == {"status": "healthy"}
+        assert httpx2.get(f"{url}/health", timeout=PATIENCE_S).json() == {"status": "healthy"}
 
 
 def test_its_port_is_its_own_while_its_components_are_built(prose: Prose, tmp_path: Path):
@@ -309,7 +311,7 @@ def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
         ):
             answer = post(f"{url}/generate", {"input": "broken"}, **sent)
             assert answer.status_code == status, (sent, answer.text)
-        assert httpx2.get(f"{url}/health").status_code == 200
+        assert httpx2.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["", "/generate", "/generate/full"])
@@ -378,7 +380,9 @@ def test_a_program_behind_the_service_makes_its_calls_in_the_rollout(
         answer = post(f"{service}/generate", "x", **{"X-Hone-Rollout": "program-7"})
     assert answer.status_code == 200, answer.text
     assert answer.json()["value"].strip() == f"{shared_server.base_url}/rollout/program-7/v1"
-    calls = httpx2.get(f"{shared_server.base_url}/v1/rollouts/program-7").json()["calls"]
+    calls = httpx2.get(
+        f"{shared_server.base_url}/v1/rollouts/program-7", timeout=PATIENCE_S
+    ).json()["calls"]
     assert len(calls) == 1
 
 
@@ -414,4 +418,7 @@ def test_addresses_that_the_service_prints_are_those_of_endpoint(prose: Prose, t
     file.write_text('workflow: {_type: python, target: "echo.py:run"}')
     with workflow(file, "--host", "::1") as url:
         assert url.startswith("http://[::1]:")
-        assert httpx2.post(endpoint_url(url), json="hi").text == 'data: {"value": "hi"}\n\n'
+        assert (
+            httpx2.post(endpoint_url(url), json="hi", timeout=PATIENCE_S).text
+            == 'data: {"value": "hi"}\n\n'
+        )

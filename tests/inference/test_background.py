@@ -27,7 +27,7 @@ def test_the_caller_gets_its_error():
         run_in_background(lambda: {}["gone"]).result()
 
 
-def test_where_niceness_is_forbidden_the_work_is_done(monkeypatch: pytest.MonkeyPatch):
+def test_work_runs_without_permission_to_change_its_niceness(monkeypatch: pytest.MonkeyPatch):
     def forbidden(*_: int) -> None:
         raise PermissionError
 

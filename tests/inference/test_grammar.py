@@ -126,7 +126,7 @@ def test_a_crash_of_the_check_is_an_error_and_the_next_check_works(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_check_that_others_end_or_stop_says_nothing_about_the_constraint(
+def test_a_check_that_is_killed_or_stopped_does_not_reject_the_constraint(
     prose: Prose, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     """The kernel kills it for memory, or the machine is too busy: the next check decides."""

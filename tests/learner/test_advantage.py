@@ -29,7 +29,7 @@ def test_calls_are_compared_at_the_same_index():
     assert advantages([[1.0, 5.0], [3.0]], scale=False) == [[-1.0, 0.0], [1.0]]
 
 
-def test_equal_rewards_teach_nothing_even_with_rounding():
+def test_equal_rewards_have_no_advantage_even_with_rounding():
     assert advantages([[0.3], [0.1 + 0.2]], scale=True) is None
     assert advantages([[0.0], [0.0]], scale=True) is None
     assert advantages([[5.0]], scale=True) is None

@@ -162,7 +162,9 @@ def test_old_is_the_policy_at_the_start_of_the_job(decoder: Decoder, make_lora, 
     assert result.metrics["learn/clip_frac"] > 0
 
 
-def test_groups_are_dealt_in_order_and_flat_ones_do_not_count(learner: Learner, groups, make_group):
+def test_groups_are_assigned_to_steps_in_order_and_flat_ones_do_not_count(
+    learner: Learner, groups, make_group
+):
     flat = make_group([1, 2], [[3], [4]], [1.0, 1.0])
     seen: list[JobProgress] = []
     config = TrainConfig(groups_per_optimizer_step=2)
@@ -186,7 +188,7 @@ def test_groups_are_dealt_in_order_and_flat_ones_do_not_count(learner: Learner, 
     ("groups", "most", "sizes"),
     [(17, 8, [6, 6, 5]), (16, 8, [8, 8]), (9, 8, [5, 4]), (3, 8, [3]), (5, 1, [1] * 5), (0, 8, [])],
 )
-def test_groups_are_dealt_evenly(make_group: MakeGroup, groups: int, most: int, sizes: list[int]):
+def test_groups_are_divided_evenly(make_group: MakeGroup, groups: int, most: int, sizes: list[int]):
     config = TrainConfig(groups_per_optimizer_step=most)
     made = make_samples(
         [make_group([1, 2 + g], [[3], [4]], [0.0, 1.0]) for g in range(groups)],

@@ -1,4 +1,4 @@
-"""Packed groups: the identity, another format, and how little a shared prompt takes."""
+"""Packed groups: the identity, another format, and the small size of a shared prompt."""
 
 import math
 import random

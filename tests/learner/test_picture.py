@@ -144,7 +144,7 @@ def test_a_job_without_labels_has_no_picture(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_many_rows_stand_in_two_columns_and_the_title_counts_the_rest(
+def test_many_rows_are_drawn_in_two_columns_and_the_title_has_the_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(picture, "MAX_ROWS", 6)

@@ -1,4 +1,4 @@
-"""Which tokens a publisher is told to look at."""
+"""Which tokens a publisher compares with the engine's."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -54,7 +54,7 @@ def test_in_float32_a_window_around_the_first_trained_token_is_enough():
     assert others(probe) == [*range(77, 100)]  # all but the first, which nothing stands before
 
 
-def test_in_bfloat16_whole_calls_are_looked_at():
+def test_in_bfloat16_whole_calls_are_scored():
     probe = chosen(BF16, call(range(100), range(200, 300)))
     assert probe.calls[0].ids.tolist() == [*range(100), *range(200, 300)]
     assert trained(probe) == [*range(200, 300)]
@@ -63,7 +63,7 @@ def test_in_bfloat16_whole_calls_are_looked_at():
     assert others(probe)[-1] == 99
 
 
-def test_no_call_is_looked_at_further_than_384_tokens():
+def test_at_most_384_tokens_of_a_call_are_scored():
     (window,) = chosen(BF16, call(range(3000), range(5000, 6000))).calls
     assert window.ids.tolist() == [*range(3000 - 256, 3000), *range(5000, 5128)]
     (window,) = chosen(BF16, call(range(3000), range(5000, 5010))).calls
@@ -90,7 +90,7 @@ def test_rows_of_the_probe_are_as_long_as_rows_of_the_job_where_they_can_be(tiny
     assert body.likes == [(47, 60), (47, 0), (47, 0)]
 
 
-def test_what_calls_share_counts_once_and_is_watched_once():
+def test_a_shared_prefix_counts_once_and_is_scored_once():
     same = [call(range(100), range(start, start + 40)) for start in (200, 300, 400, 500)]
     probe = chosen(F32, *same)
     # 24 + 24, then 24 more for each: the fourth would be the 120th token, over 96
@@ -108,13 +108,13 @@ def test_an_engine_without_a_prefix_cache_scores_at_most_512_tokens():
     assert [len(c.ids) for c in chosen(BF16, *long).calls] == [305]
 
 
-def test_equal_calls_are_looked_at_once():
+def test_equal_calls_are_scored_once():
     probe = chosen(F32, *[call(range(10), range(200, 208))] * 3, call(range(10), range(200, 210)))
     assert [len(c.ids) for c in probe.calls] == [18, 20]
     assert trained(probe) == [*range(200, 208), 208, 209]  # of the second only what is new
 
 
-def test_the_hardest_pushed_come_first_and_one_is_always_taken():
+def test_calls_with_the_largest_advantages_come_first_and_one_is_always_used():
     long, short = call(range(250), range(250, 350), -3.0), call(range(4), range(4, 8), 2.0)
     idle = call(range(4), range(8, 12), 0.0)
     assert [len(c.ids) for c in chosen(BF16, short, idle, long).calls] == [350]

@@ -1,4 +1,4 @@
-"""The learner in a process of its own: the same bits, and a clear word when it ends."""
+"""The learner in a process of its own: the same bits, and a clear error when it dies."""
 
 import os
 import re
@@ -138,7 +138,7 @@ def test_a_killed_learner_is_reported_with_its_signal(prose: Prose, doomed: Star
     prose(caught, stderr=STDERR)
 
 
-def test_an_unknown_error_ends_the_process_with_its_traceback(prose: Prose, doomed: Started, job):
+def test_an_unknown_error_ends_the_process_with_a_traceback(prose: Prose, doomed: Started, job):
     worker, _ = doomed
     many: Any = "many"
     with pytest.raises(LearnerDied) as caught:
@@ -228,7 +228,7 @@ SHOUTING = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has its own niceness")
-def test_a_learner_gives_way_while_it_loads_and_not_under_its_jobs(
+def test_a_learner_has_low_priority_while_it_loads_and_not_during_jobs(
     tiny_llama_dir: Path, tmp_path: Path, job, run_first: Callable[[str], None]
 ):
     # Writes down who is made how nice.

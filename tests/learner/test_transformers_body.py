@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_trained_is_refused(prose: Prose, name: str):
     prose(caught)
 
 
-def test_a_model_that_takes_attention_for_contiguous_is_trained():
+def test_a_model_that_expects_contiguous_attention_is_trained():
     sizes = SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
     sizes |= {"sliding_window": 7, "topk_group": 1, "moe_intermediate_size": 24}
     model = model_of("Afmoe", **sizes)
@@ -606,7 +606,9 @@ def test_a_job_of_joint_layers_gives_what_separate_ones_give(groups: list[Trajec
 
 
 @pytest.mark.parametrize("joint", [False, True])
-def test_weights_that_were_away_train_the_same_bits(groups: list[TrajectoryGroup], joint: bool):
+def test_weights_that_were_offloaded_train_the_same_bits(
+    groups: list[TrajectoryGroup], joint: bool
+):
     model = BY_NAME["Qwen2.5"].model()
     body = TransformersBody(model, raw=model.config.to_dict())
     if joint:
@@ -643,7 +645,7 @@ def test_the_picture_has_the_rows_of_a_job_without_sharing(
     assert (tmp_path / PICTURE).read_bytes() == expected.read_bytes()
 
 
-def test_weights_that_did_not_all_return_leave_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_partial_restore_of_weights_can_be_offloaded_again(monkeypatch: pytest.MonkeyPatch):
     """A restore that runs out of memory leaves nothing behind on the GPU."""
     model = BY_NAME["Qwen2.5"].model()
     weights = HostWeights(model, torch.device("cpu"))

@@ -170,7 +170,7 @@ COVERED = {
 
 
 @families
-def test_what_the_body_says(family: Family):
+def test_what_the_body_reports(family: Family):
     model = family.model()
     body = TransformersBody(model, raw=model.config.to_dict())
     assert body.unshared == family.unshared

@@ -53,6 +53,7 @@ def write_gguf(path: Path, **changed: Any) -> None:
     import gguf
 
     options = {"arch": "llama", "pre": "smollm", "kind": "gpt2", "tensors": {}, "quantise": None}
+    options["fields"] = {}
     options |= changed
     writer = gguf.GGUFWriter(path, options["arch"])
     writer.add_context_length(128)
@@ -75,6 +76,9 @@ def write_gguf(path: Path, **changed: Any) -> None:
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template(CHATML)
+    for key, value in options["fields"].items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](key, value)
     for name, array in (weights() | options["tensors"]).items():
         array = _permuted(array, name) if options["arch"] == "llama" else array
         kind = options["quantise"] if array.ndim == 2 and array.shape[-1] % 32 == 0 else None

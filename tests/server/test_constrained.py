@@ -14,6 +14,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from tests.chat.conftest import build_tokenizer
+from tests.patience import PATIENCE_S
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server, write_model
 from tests.server.http.test_chat_routes import HELLO, client
@@ -362,5 +363,5 @@ def test_a_slow_schema_is_refused_and_the_server_goes_on(
     with pytest.raises(openai.BadRequestError) as caught:
         ask(response_format=json_schema(slow))
     prose(caught)
-    assert httpx.get(f"{shared.inference_url}/health").status_code == 200
+    assert httpx.get(f"{shared.inference_url}/health", timeout=PATIENCE_S).status_code == 200
     assert ask(max_tokens=2).choices[0].finish_reason in ("length", "stop")

@@ -105,7 +105,7 @@ def agent_of(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_pause_is_not_the_agents_time(pause: Pause, stream: bool):
+async def test_a_pause_does_not_count_towards_the_agents_timeout(pause: Pause, stream: bool):
     async with pause() as paused:
         llm, agent = agent_of(paused, stream=stream)
         result = await ran(agent, timeout_s=TIMEOUT_S, held_s=paused.held_s)
@@ -116,7 +116,7 @@ async def test_a_pause_is_not_the_agents_time(pause: Pause, stream: bool):
     assert call.seconds >= call.held_s == recorded.held_s > 0
 
 
-async def test_who_takes_too_long_besides_the_pause_has_timed_out(prose: Prose, pause: Pause):
+async def test_an_agent_that_is_too_slow_without_the_pause_times_out(prose: Prose, pause: Pause):
     async with pause() as paused:
         llm, agent = agent_of(paused, asyncio.Event().wait)
         result = await ran(agent, timeout_s=TIMEOUT_S, held_s=paused.held_s)
@@ -163,7 +163,7 @@ async def run_workflow(
         return await run_rollout(await builder.get_workflow(), "x", **arguments, **options)
 
 
-async def test_a_program_has_the_time_of_a_pause_too(pause: Pause, tmp_path: Path):
+async def test_a_pause_does_not_count_towards_a_programs_timeout(pause: Pause, tmp_path: Path):
     command = [sys.executable, "-I", "-S", "-c", PROGRAM]
     async with pause(times=2) as paused:  # of the program, and of the rollout
         workflow = {"_type": "command", "command": command, "timeout_s": TIMEOUT_S}
@@ -172,7 +172,7 @@ async def test_a_program_has_the_time_of_a_pause_too(pause: Pause, tmp_path: Pat
     assert result.calls[0].held_s > 0
 
 
-async def test_a_service_has_the_time_of_a_pause_too(pause: Pause, tmp_path: Path):
+async def test_a_pause_does_not_count_towards_a_services_timeout(pause: Pause, tmp_path: Path):
     app = FastAPI()
 
     @app.post("/")

@@ -1,4 +1,4 @@
-"""A model is deleted with everything that is kept of it, whenever the server is killed."""
+"""A model is deleted with everything stored about it, whenever the server is killed."""
 
 import asyncio
 import os
@@ -69,7 +69,7 @@ async def test_nothing_of_a_deleted_model_is_left_and_its_name_is_free(trained: 
     assert (await api.ended(job)).step == 1, "the key is new, too"
 
 
-async def test_a_model_at_work_is_deleted_only_by_force(prose: Prose, api: Api):
+async def test_a_model_in_use_is_deleted_only_with_force(prose: Prose, api: Api):
     running, queued = await api.submit(), await api.submit()
     refused = await api.ask("DELETE", AGENT, status=409)
     prose(refused["error"]["message"])

@@ -131,7 +131,7 @@ async def test_a_job_under_which_the_state_file_takes_nothing_is_not_left_runnin
         assert row["state"] == "done"
 
 
-def test_a_checkpoint_that_cannot_be_read_just_now_is_503_and_stays(
+def test_a_checkpoint_that_cannot_be_read_is_503_and_not_deleted(
     prose: Prose, make_server: MakeServer, tiny_model: Path
 ):
     server = make_server()
@@ -331,7 +331,7 @@ async def test_an_engine_that_breaks_while_it_is_idle_is_opened_anew_before_the_
         assert (await chat(server)).status_code == 200 and len(opened) == 2
 
 
-async def test_an_engine_that_breaks_again_and_again_is_tried_seldom_and_health_says_so(
+async def test_an_engine_that_fails_repeatedly_is_restarted_less_often_and_health_says_so(
     prose: Prose, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervision, "FIRST_S", 600.0)

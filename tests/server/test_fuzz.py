@@ -1,4 +1,4 @@
-"""Nothing a client can send makes the server fail, hang, or forget what it accepted."""
+"""No request makes the server fail, hang, or lose what it accepted."""
 
 import json
 from collections import Counter
@@ -53,7 +53,7 @@ def target(
 
 
 @pytest.mark.timeout(max(600, CASES // 5))
-def test_requests_nobody_meant(target: Target):
+def test_invalid_requests(target: Target):
     schema = schemathesis.openapi.from_dict(target.openapi)
     operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # pyright: ignore[reportAttributeAccessIssue] - a wrong schema fails here
     assert len(operations) > 30
@@ -95,7 +95,7 @@ def _fuzz(target: Target, operation: Any, mode: GenerationMode, count: int) -> N
 
 
 @pytest.mark.timeout(max(600, CASES // 5))
-def test_requests_for_answers_bent_out_of_shape(target: Target, capsys: pytest.CaptureFixture[str]):
+def test_malformed_output_formats(target: Target, capsys: pytest.CaptureFixture[str]):
     """Every inference route, with a model that exists, so that the rest of the body is read."""
     operations = [
         (method, path)
@@ -145,7 +145,7 @@ def test_requests_for_answers_bent_out_of_shape(target: Target, capsys: pytest.C
 
 
 @pytest.mark.timeout(max(600, CASES // 5))
-def test_jobs_bent_out_of_shape(target: Target):
+def test_malformed_jobs(target: Target):
     before = target.statuses.copy()
 
     @examples(max(CASES - before.total(), CASES // 2))

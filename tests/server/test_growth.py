@@ -1,4 +1,4 @@
-"""What a server keeps is bounded: its log, logged trajectories, runs whose clients are gone."""
+"""What a server stores is bounded: its log, logged trajectories, runs whose clients are gone."""
 
 import logging
 import os
@@ -54,7 +54,7 @@ def test_the_output_of_a_server_is_rotated_while_processes_append_to_it(tmp_path
     assert files == {"server.out": "the last line\n", **older}
 
 
-def test_the_oldest_logged_trajectories_leave_first(tmp_path: Path):
+def test_the_oldest_logged_trajectories_are_deleted_first(tmp_path: Path):
     group = {"logs": ["x" * 90]}
     paths = []
     for step in range(4):

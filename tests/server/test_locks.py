@@ -1,4 +1,4 @@
-"""A lock of another process on the state file costs no job, wherever it meets the loop."""
+"""A lock of another process on the state file loses no job, at any point of the loop."""
 
 import asyncio
 import errno

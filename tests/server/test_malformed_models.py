@@ -1,4 +1,4 @@
-"""Files of a model that are damaged: refused with the file and what to do, through the real routes."""
+"""Damaged files of a model: refused with the file's name and what to do, through the real routes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Another name for a model: all that is kept of it goes along, whenever the server is killed."""
+"""Renaming a model moves everything stored about it, whenever the server is killed."""
 
 import json
 import os
@@ -28,7 +28,7 @@ async def trained(open_api: Open) -> Api:
     return api
 
 
-async def test_steps_history_jobs_and_runs_go_along(trained: Api):
+async def test_a_rename_moves_steps_history_jobs_and_runs(trained: Api):
     api, state = trained, trained.state
     await api.ask("POST", f"{AGENT}/metrics", json={"metrics": {"reward": 0.5}})
     for run, model in (("short", "agent"), ("long", "default/agent"), ("none", None)):
@@ -53,7 +53,7 @@ async def test_steps_history_jobs_and_runs_go_along(trained: Api):
     assert await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"}) == answer
 
 
-async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
+async def test_the_old_name_can_be_registered_again_and_both_are_served(trained: Api):
     api, serving = trained, trained.state.serving
     adapter = (await serving.resolve("agent")).adapter
     await api.ask("POST", f"{AGENT}/rename", json={"to": "agent.old"})
@@ -69,7 +69,7 @@ async def test_the_old_name_begins_anew_and_both_are_served(trained: Api):
     assert (await serving.resolve("agent.old")).adapter == renamed
 
 
-async def test_a_model_at_work_keeps_its_name(prose: Prose, api: Api):
+async def test_a_model_in_use_is_not_renamed(prose: Prose, api: Api):
     job = await api.submit()
     answer = await api.ask("POST", f"{AGENT}/rename", json={"to": "b"}, status=409)
     prose(answer["error"]["message"], job=job.id)

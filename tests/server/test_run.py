@@ -70,10 +70,12 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     options = ("--root", str(tmp_path), "--advertise-url", advertised)
     with serving(*options) as (process, output):
         control = f"http://127.0.0.1:{output['port']}"
-        assert httpx.get(f"{control}/health").json()["status"] == "ok"
+        assert httpx.get(f"{control}/health", timeout=PATIENCE_S).json()["status"] == "ok"
         openai = f"http://127.0.0.1:{output['inference_port']}/v1"
-        assert httpx.get(f"{openai}/models").json()["data"] == []
-        wrong_port = httpx.post(f"{openai}/training/models", json={}).json()["error"]["message"]
+        assert httpx.get(f"{openai}/models", timeout=PATIENCE_S).json()["data"] == []
+        wrong_port = httpx.post(f"{openai}/training/models", json={}, timeout=PATIENCE_S).json()[
+            "error"
+        ]["message"]
         assert wrong_port.endswith(f"inference APIs; the training API is on port {output['port']}")
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -86,14 +88,16 @@ def test_it_says_where_it_listens_and_how_to_try_it(tmp_path: Path):
     assert log.splitlines()[-1].endswith("server stopping")
 
 
-def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_model: Path):
+def test_it_stops_at_once_while_a_client_follows_a_job(tmp_path: Path, tiny_model: Path):
     with serving("--root", str(tmp_path)) as (process, output):
         control = f"http://127.0.0.1:{output['port']}/v1/training"
         spec = {"name": "agent", "base_model": str(tiny_model)}
-        assert httpx.post(f"{control}/models", json=spec).status_code == 201
+        assert httpx.post(f"{control}/models", json=spec, timeout=PATIENCE_S).status_code == 201
         answer = httpx.post(f"{control}/jobs", json=job(), timeout=PATIENCE_S)
         assert answer.status_code == 202
-        with httpx.stream("GET", f"{control}/jobs/{answer.json()['id']}/events") as events:
+        with httpx.stream(
+            "GET", f"{control}/jobs/{answer.json()['id']}/events", timeout=PATIENCE_S
+        ) as events:
             lines = events.iter_lines()
             assert next(lines).startswith("id: ")  # its learner takes seconds to start
             process.send_signal(signal.SIGTERM)
@@ -104,7 +108,7 @@ def test_it_stops_at_once_though_somebody_follows_a_job(tmp_path: Path, tiny_mod
     assert (process.returncode, err) == (0, "")
 
 
-async def test_who_waits_for_vllm_sees_what_it_does(
+async def test_the_log_shows_the_stages_of_vllms_start(
     tmp_path: Path,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +171,9 @@ def test_a_second_server_on_one_root_and_a_taken_port_are_refused(tmp_path: Path
         (["--device", "cuda:99"], 1, "--device cuda:99: torch "),  # another machine may have it
     ],
 )
-def test_what_it_cannot_do_it_says(tmp_path: Path, options: list[str], status: int, says: str):
+def test_unsupported_options_are_refused(
+    tmp_path: Path, options: list[str], status: int, says: str
+):
     refused = CliRunner().invoke(app, ["serve", "--root", str(tmp_path), *options])
     assert refused.exit_code == status and says in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -237,8 +243,13 @@ def test_an_open_address_needs_the_key_it_shows_once(tmp_path: Path):
     with serving("--root", str(tmp_path), "--host", "0.0.0.0") as (process, output):
         url = f"http://127.0.0.1:{output['inference_port']}/v1/models"
         key = (tmp_path / "api_key").read_text().strip()
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert httpx.get(url, timeout=PATIENCE_S).status_code == 401
+        assert (
+            httpx.get(
+                url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S
+            ).status_code
+            == 200
+        )
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=PATIENCE_S)
     assert key in out and process.returncode == 0  # docs/reference/cli.md says so

@@ -1,4 +1,4 @@
-"""Chat templates are foreign code: what a bad one does to a server, through its routes."""
+"""Chat templates are foreign code: limits on a bad one, through the server's routes."""
 
 import json
 import threading
@@ -94,7 +94,9 @@ def test_a_template_that_only_some_messages_make_slow_holds_up_no_other_request(
     good = write_model(tmp_path / "good", build_tokenizer("smollm2-instruct", "{{ messages }}"))
     server = make_server(["ok"])
     registered = {"name": "bad", "base_model": str(bad), "rank": 4}
-    assert httpx.post(f"{server.control_url}/v1/training/models", json=registered).is_success
+    assert httpx.post(
+        f"{server.control_url}/v1/training/models", json=registered, timeout=PATIENCE_S
+    ).is_success
     assert ask(server.control_url, bad).status_code == 200
     assert ask(server.control_url, good).status_code == 200
     if "user" in more:  # the worker processes start

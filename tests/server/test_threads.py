@@ -1,4 +1,4 @@
-"""What takes long has threads of its own: the threads that requests share stay free."""
+"""Slow work runs on threads of its own: the threads that requests share stay free."""
 
 import asyncio
 import shutil

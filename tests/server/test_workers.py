@@ -124,7 +124,7 @@ async def test_a_large_request_of_the_responses_api(
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
-async def test_others_are_answered_while_a_large_body_is_read(
+async def test_other_requests_are_answered_while_a_large_body_is_read(
     server: Server, tiny_model: Path
 ) -> None:
     """The worker is stopped, so the large request takes for ever; all share one scope."""
@@ -170,7 +170,7 @@ async def test_others_are_answered_while_a_large_body_is_read(
         ("/v1/completions", lambda m: {"model": str(m), "prompt": LONG * 5}, "prompt"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused_as_if_it_were_small(
+async def test_invalid_large_requests_are_refused_like_small_ones(
     prose: Prose,
     server: Server,
     tiny_model: Path,
@@ -304,7 +304,7 @@ def _files(body: bytes, directory: Path) -> list[bytes]:
     return sorted(file.read_bytes() for file in directory.rglob("*") if file.is_file())
 
 
-async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
+async def test_temporary_files_of_bodies_are_under_the_root_and_removed(
     tmp_path: Path, make_state: MakeState
 ) -> None:
     make_state().store.close()
@@ -321,7 +321,7 @@ async def test_bodies_on_their_way_are_under_the_root_and_none_stays(
         state.store.close()
 
 
-async def test_a_full_disk_is_no_death_of_a_process(
+async def test_a_full_disk_does_not_count_as_a_dead_process(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, body: bytes) -> int:

@@ -1,4 +1,4 @@
-"""A backup is a root of its own: consistent, whole, and without the server's secrets."""
+"""A backup is a root of its own: consistent, complete, and without the server's secrets."""
 
 import errno
 import os
@@ -148,7 +148,7 @@ def test_steps_that_the_copied_state_does_not_know_are_left_out(
     copy.store.close()
 
 
-def test_a_step_that_is_not_proved_goes_along_only_with_its_job(state: State, tmp_path: Path):
+def test_an_unproved_step_is_copied_only_with_its_job(state: State, tmp_path: Path):
     failed = take(state, add_job(state), 1)
     write_step(state, 2, failed.id, proved=False)
     state.jobs.move(failed.id, "failed")
@@ -242,7 +242,9 @@ def test_on_another_file_system_files_are_copied(
 
 
 @pytest.mark.parametrize("partial", ["copy/.partial", ".copy.partial"])
-def test_files_that_no_backup_wrote_stay(state: State, tmp_path: Path, partial: str):
+def test_files_that_are_not_from_a_backup_are_not_deleted(
+    state: State, tmp_path: Path, partial: str
+):
     """A directory may be called as hone would call its own."""
     mine = tmp_path / partial / "thesis.txt"
     mine.parent.mkdir(parents=True)

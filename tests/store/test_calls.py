@@ -105,7 +105,7 @@ def test_a_rollout_comes_back_as_it_was_recorded(calls: CallStore) -> None:
     assert calls.rollout("another") == []
 
 
-def test_a_turn_is_stored_as_what_it_adds(calls: CallStore, store: Store) -> None:
+def test_a_turn_is_stored_as_its_difference(calls: CallStore, store: Store) -> None:
     add_conversation(calls, 3)
     rows = store.query("SELECT parent, ids_kept, turns_kept, ids, completion FROM calls")
     # 3 ids; then the 3 + 2 before and 2 new ones; then the 7 + 2 before and 2 new ones.
@@ -190,7 +190,7 @@ def test_calls_without_logprobs_messages_or_tokens(calls: CallStore) -> None:
     assert calls.rollout("r") == [made]
 
 
-def test_calls_are_found_by_what_they_sampled(calls: CallStore) -> None:
+def test_calls_are_found_by_their_sampled_ids(calls: CallStore) -> None:
     for i in range(3):
         calls.add([recorded(f"c{i}", [1, i], [7, 8], rollout=f"r{i}")])
     calls.add([recorded("other", [1], [7, 9])])
@@ -200,7 +200,7 @@ def test_calls_are_found_by_what_they_sampled(calls: CallStore) -> None:
     assert [call.id for call in calls.match("another", [7, 8])] == ["elsewhere"]
 
 
-def test_asking_for_a_call_that_is_not_there_says_so(prose: Prose, calls: CallStore) -> None:
+def test_an_unknown_call_is_named(prose: Prose, calls: CallStore) -> None:
     with pytest.raises(NotFound) as caught:
         calls.get(["call-x"])
     prose(caught)
@@ -282,7 +282,7 @@ def ids(calls: CallStore, rollout: str = "r") -> list[str]:
     return [call.id for call in calls.rollout(rollout)]
 
 
-def test_old_calls_go_and_their_children_stay_whole(calls: CallStore) -> None:
+def test_old_calls_are_pruned_and_their_children_are_complete(calls: CallStore) -> None:
     made = add_conversation(calls, 6)
     # Recorded at 1000 .. 1005; everything before 1003.5 is too old.
     assert calls.prune(max_age_s=time.time() - 1003.5, max_bytes=2**40) == 4
@@ -290,7 +290,7 @@ def test_old_calls_go_and_their_children_stay_whole(calls: CallStore) -> None:
     assert calls.prune(max_age_s=time.time() - 1003.5, max_bytes=2**40) == 0
 
 
-def test_the_oldest_go_beyond_the_size(calls: CallStore, store: Store) -> None:
+def test_the_oldest_calls_beyond_the_size_are_pruned(calls: CallStore, store: Store) -> None:
     made = add_conversation(calls, 4)
     sizes = [row["size"] for row in store.query("SELECT size FROM calls ORDER BY seq")]
     # One byte too many: the first call goes, and the second, made whole, is larger than it was.
@@ -342,7 +342,7 @@ def test_many_calls_are_pruned_in_pieces(calls: CallStore) -> None:
     assert calls.rollout("") == []
 
 
-def test_calls_that_are_kept_are_passed_over_once(store: Store, calls: CallStore) -> None:
+def test_retained_calls_are_skipped_once(store: Store, calls: CallStore) -> None:
     """And not once for each transaction: requests that record a call wait for every one of them."""
     spec = RunSpec(id="open", model="default/agent", seed=0)
     calls.open_run(spec)

@@ -67,7 +67,7 @@ def test_a_step_is_a_directory_that_says_what_it_holds(checkpoints: Checkpoints,
     assert reopened.list(KEY) == [written]
 
 
-def test_what_cannot_be_filled_leaves_nothing(checkpoints: Checkpoints, four):
+def test_a_failed_write_leaves_no_step(checkpoints: Checkpoints, four):
     def fill(directory: Path) -> str:
         (directory / "adapter_model.safetensors").write_text("half")
         raise OSError("disk full")
@@ -77,7 +77,7 @@ def test_what_cannot_be_filled_leaves_nothing(checkpoints: Checkpoints, four):
     assert on_disk(checkpoints) == ["0000", "0001", "0002", "0003"]
 
 
-def test_an_unproved_step_is_nobodys_newest_until_it_is_promoted(
+def test_an_unproved_step_is_not_the_newest_until_it_is_promoted(
     prose: Prose, checkpoints: Checkpoints, four
 ):
     saved = checkpoints.write(KEY, 4, filler("step 4"), proved=False, job="job-4")
@@ -116,7 +116,7 @@ def test_the_files_of_a_step_are_hashed_once_per_process(
     assert checkpoints.newest(KEY) is None
 
 
-def test_what_a_failed_job_left_is_not_used_and_is_written_over(checkpoints: Checkpoints, four):
+def test_the_step_of_a_failed_job_is_not_used_and_is_overwritten(checkpoints: Checkpoints, four):
     for attempt in ("first", "second"):
         saved = checkpoints.write(KEY, 4, filler(attempt), proved=False, job=attempt)
         assert checkpoints.newest(KEY) == four[3] and checkpoints.of_job(KEY, attempt, 4) == saved
@@ -426,7 +426,7 @@ def test_history_goes_on_after_half_a_line(checkpoints: Checkpoints):
 @pytest.mark.parametrize(
     "name", ["..", ".", "", "a/b", "../../etc", "a\x00b", ".hidden", "a" * 129]
 )
-def test_no_name_leaves_the_root(prose: Prose, checkpoints: Checkpoints, name: str):
+def test_no_name_escapes_the_root(prose: Prose, checkpoints: Checkpoints, name: str):
     for key in (ModelKey(name, "agent"), ModelKey("default", name)):
         with pytest.raises(ConfigError) as caught:
             checkpoints.model_dir(key)

@@ -57,7 +57,7 @@ def test_only_a_durable_transaction_is_synced(store: Store):
     assert store.query("PRAGMA journal_mode")[0][0] == "wal"
 
 
-def test_eight_threads_lose_no_write_and_meet_no_lock(store: Store):
+def test_eight_threads_lose_no_write_and_get_no_lock_error(store: Store):
     def write(thread: int) -> None:
         for i in range(25):
             with store.transaction() as db:
@@ -173,7 +173,7 @@ def test_a_migration_that_fails_changes_nothing_and_is_tried_again(prose: Prose,
     assert rows_of(path, add_colour, paint_by_size) == [("a", 2, "red")]  # not blue
 
 
-def test_a_file_that_is_none_of_ours_is_refused(prose: Prose, tmp_path: Path):
+def test_a_file_of_another_program_is_refused(prose: Prose, tmp_path: Path):
     path = tmp_path / "state.sqlite"
     path.write_bytes(b"no database at all, but long enough to be read as one" * 100)
     with pytest.raises(StateError) as caught:
@@ -358,7 +358,7 @@ class Clock:
         return self.now
 
 
-def test_a_locked_file_is_a_state_file_all_the_same(
+def test_a_locked_file_is_recognised_as_a_state_file(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(database, "BUSY_S", 0.01)
@@ -412,7 +412,7 @@ def test_a_store_for_queries_needs_no_write_lock(prose: Prose, store: Store):
         reading.close()
 
 
-def test_a_store_for_queries_says_that_a_file_is_locked_newer_or_none_of_ours(
+def test_a_store_for_queries_names_locked_newer_and_foreign_files(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(database, "BUSY_S", 0.01)

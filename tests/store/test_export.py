@@ -1,4 +1,4 @@
-"""What is exported loads elsewhere and says the same: logits, tokens, templates."""
+"""An export loads in other programs and gives the same logits, tokens and templates."""
 
 import json
 import shutil
@@ -218,7 +218,9 @@ def test_only_one_of_two_exports_at_the_same_time_writes_the_directory(
 
 
 @pytest.mark.parametrize("partial", ["out/.partial", ".out.partial"])
-def test_files_that_no_export_wrote_stay(prose: Prose, root: Path, tmp_path: Path, partial: str):
+def test_files_that_are_not_from_an_export_are_not_deleted(
+    prose: Prose, root: Path, tmp_path: Path, partial: str
+):
     """A directory may be called as hone would call its own."""
     mine = tmp_path / partial / "thesis.txt"
     mine.parent.mkdir(parents=True)
@@ -274,7 +276,9 @@ def test_a_directory_that_cannot_be_written_is_named(
     assert place_of(caught) == str(directory)
 
 
-def test_what_is_not_there_is_said(prose: Prose, root: Path, tmp_path: Path, tiny_model: Path):
+def test_missing_models_and_steps_are_named(
+    prose: Prose, root: Path, tmp_path: Path, tiny_model: Path
+):
     out = tmp_path / "out"
     with pytest.raises(NotFound) as caught:
         export(tmp_path / "elsewhere", "agent", out)

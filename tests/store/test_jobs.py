@@ -1,4 +1,4 @@
-"""The queue: states and their moves, events that are durable before they are heard."""
+"""The queue: changes of state, and events that are durable before a listener gets them."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ def types(queue: JobStore, job: JobInfo) -> list[str]:
     return [event.type for event in queue.events(job.id)]
 
 
-def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, tmp_path: Path):
+def test_an_accepted_job_is_durable(queue, agent, tmp_path: Path):
     config = TrainConfig(learning_rate=1 / 3, beta=0.1)
     job = add(queue, agent, config=config, counts={"matched": 2}, calls=["call-1"])
     store = Store(tmp_path / "state.sqlite")  # as after a kill: the first one was never closed
@@ -74,7 +74,7 @@ def test_an_accepted_job_is_there_for_whoever_opens_the_file_next(queue, agent, 
     store.close()
 
 
-def test_a_logprob_that_is_no_number_comes_back_as_one(queue, agent):
+def test_a_nan_logprob_comes_back_as_nan(queue, agent):
     call = Call(prompt_ids=[1], completion_ids=[2], logprobs=[math.nan])
     group = TrajectoryGroup([Trajectory(calls=[call], reward=1.0)])
     job = queue.add(
@@ -107,7 +107,9 @@ STATES: tuple[JobState, ...] = get_args(JobState)
 
 
 @pytest.mark.parametrize(("state", "to"), list(itertools.product(STATES, STATES)))
-def test_moves_are_those_of_the_table(prose: Prose, queue, agent, state: JobState, to: JobState):
+def test_changes_of_state_follow_the_table(
+    prose: Prose, queue, agent, state: JobState, to: JobState
+):
     job = reach(queue, add(queue, agent), state)
     before = types(queue, job)
     if to in NEXT.get(state, ()):
@@ -124,7 +126,7 @@ def test_moves_are_those_of_the_table(prose: Prose, queue, agent, state: JobStat
         assert queue.get(job.id) == job and types(queue, job) == before
 
 
-def test_jobs_of_a_base_are_taken_in_order(queue, agent, store):
+def test_jobs_of_a_base_model_start_in_order(queue, agent, store):
     other = ModelStore(store).register(ModelSpec(name="other", base_model="large"))
     first, second, third = add(queue, agent), add(queue, other), add(queue, agent)
     assert queue.waiting() == {"tiny": 2, "large": 1}
@@ -141,7 +143,7 @@ def test_jobs_of_a_base_are_taken_in_order(queue, agent, store):
         queue.take(first.id, PIN)
 
 
-def test_a_job_that_waits_holds_up_only_its_own_model(queue, agent, store):
+def test_a_waiting_job_delays_only_its_own_model(queue, agent, store):
     other = ModelStore(store).register(ModelSpec(name="other", base_model="tiny"))
     first, _, third = add(queue, agent), add(queue, agent), add(queue, other)
     assert queue.oldest("tiny", {third.id}).id == first.id
@@ -183,7 +185,7 @@ def test_a_job_of_a_newer_version_keeps_its_keys_and_is_not_trained_otherwise(
     assert stored(unknown)["config"]["invented"] is True
 
 
-def test_the_events_of_an_end_say_what_came_of_it(queue, agent):
+def test_the_final_event_has_the_result(queue, agent):
     done = reach(queue, add(queue, agent), "running")
     queue.move(done.id, "done", step=4, metrics={"learn/loss": 0.25}, reason=None)
     expected = {"step": 4, "metrics": {"learn/loss": 0.25}, "reason": None}
@@ -236,7 +238,7 @@ def test_only_consecutive_deaths_of_the_server_count(queue, agent):
         queue.take(job.id, None)
 
 
-def test_what_is_only_to_be_published_has_attempts_of_its_own(queue, agent):
+def test_a_saved_step_has_its_own_attempts_to_publish(queue, agent):
     job = add(queue, agent)
     for attempt in range(1, 2 * ATTEMPTS):
         queue.take(job.id, PIN)
@@ -270,7 +272,7 @@ async def test_waiting_is_woken_from_another_thread(queue, agent):
     assert not await queue.wait_event(job.id, last(queue, job), 0.05)
 
 
-async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queue, agent):
+async def test_no_event_is_missed_when_writes_and_reads_overlap(queue, agent):
     """Whoever waits for the next event in turn sees each once and in order, however they fall."""
     job = add(queue, agent)
 
@@ -291,7 +293,7 @@ async def test_no_event_is_missed_by_a_listener_that_writes_and_reads_cross(queu
     assert readers == [[e.id for e in queue.events(job.id)]] * 3
 
 
-async def test_a_server_that_stops_lets_nobody_wait(queue, agent):
+async def test_stopping_the_server_wakes_all_listeners(queue, agent):
     job = add(queue, agent)
     seen = last(queue, job)
     waiting = [asyncio.create_task(queue.wait_event(job.id, seen, FOREVER_S)) for _ in range(3)]
@@ -341,7 +343,7 @@ def test_groups_of_ended_jobs_are_pruned_by_age_and_size(prose: Prose, queue, ag
     assert [queue.get(job.id) for job in ended] == ended
 
 
-async def test_waits_leave_nothing_behind(queue, agent):
+async def test_waiting_leaks_no_listeners(queue, agent):
     job = add(queue, agent)
     seen = last(queue, job)
     waiting = asyncio.create_task(queue.wait_event(job.id, seen, FOREVER_S))
@@ -356,7 +358,7 @@ async def test_waits_leave_nothing_behind(queue, agent):
 # ---- a disk that takes no changes ----------------------------------------------------------------
 
 
-def test_what_the_disk_does_not_take_counts_from_memory_and_is_written_later(
+def test_changes_that_the_disk_refuses_are_kept_in_memory_and_written_later(
     queue, agent, store, tmp_path: Path
 ):
     running, waiting = reach(queue, add(queue, agent), "running"), add(queue, agent)
@@ -401,7 +403,7 @@ def test_the_newest_of_a_state_are_found_while_the_disk_takes_no_changes(queue, 
 # ---- progress and growth -----------------------------------------------------------------------
 
 
-def test_progress_is_told_at_once_and_never_written(queue, agent, store):
+def test_progress_is_sent_at_once_and_never_written(queue, agent, store):
     job = reach(queue, add(queue, agent), "running")
     before = store._writer.total_changes
     for row in range(50):
@@ -415,7 +417,7 @@ def test_progress_is_told_at_once_and_never_written(queue, agent, store):
     assert types(JobStore(store), job) == ["queued", "started", "done"]
 
 
-def test_after_a_crash_no_id_that_was_told_is_used_again(queue, agent, store):
+def test_after_a_crash_no_event_id_is_reused(queue, agent, store):
     job = reach(queue, add(queue, agent), "running")
     for row in range(5):
         queue.progress(job.id, {"phase": "train", "row": row})
@@ -440,7 +442,7 @@ def test_events_are_bounded(agent, store):
     assert types(JobStore(store), job) == ["done"]
 
 
-def test_the_first_attempt_pins_what_decides_the_bits(queue, agent):
+def test_the_first_attempt_pins_what_determines_the_exact_result(queue, agent):
     job = add(queue, agent, config=TrainConfig(importance_cap=None))
     taken = queue.take(job.id, PIN)
     assert taken.config == TrainConfig(importance_cap=None, row_tokens=4096)

@@ -46,7 +46,7 @@ def test_what_checkpoints_depend_on_cannot_change(prose: Prose, known, field, va
     assert known.find("agent").spec == ModelSpec(name="agent", base_model="tiny")
 
 
-def test_how_it_is_called_and_trained_may_be_registered_anew(known: ModelStore):
+def test_settings_of_a_model_may_be_registered_again(known: ModelStore):
     first = known.register(ModelSpec(name="agent", base_model="tiny"))
     changed = ModelSpec(
         name="agent", base_model="tiny", token_ids_as_text=True, defaults={"beta": 0.1}
@@ -86,7 +86,7 @@ def test_the_exact_key_wins_over_a_name_with_a_slash(prose: Prose, known: ModelS
     prose(caught)
 
 
-def test_a_key_is_not_a_name_that_another_model_was_given(prose: Prose, known: ModelStore):
+def test_a_key_does_not_match_the_name_of_another_model(prose: Prose, known: ModelStore):
     squatter = known.register(ModelSpec(name=stored_name("p/m"), base_model="tiny"))
     assert known.find("p/m") == squatter
     with pytest.raises(NotFound) as caught:

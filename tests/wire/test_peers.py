@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection: tables of sockets, and real sockets."""
+"""Which user's process is at the other end of a connection: tables of sockets, and real sockets."""
 
 import os
 import socket

@@ -115,7 +115,9 @@ class TokenReader:
         if parsed.token_ids is not None:
             ids = self._same_ids(parsed.token_ids, len(values), ids, (*where, "token_ids"))
         elif not tokens:
-            raise InvalidField(path, "the choice has no token_ids to tell which tokens these are")
+            raise InvalidField(
+                path, "the choice has no token_ids, so these tokens cannot be identified"
+            )
         elif ids is None:
             ids = self._ids_of_text(tokens, path)
         if wrong := first_outside(ids, self._vocab):
@@ -148,7 +150,7 @@ class TokenReader:
             )
         if named is not None and ids != named:
             raise InvalidField(
-                path, "other ids than the token_id:N of logprobs; send one of the two"
+                path, "differs from the token_id:N of logprobs; send only one of them"
             )
         return ids
 

@@ -362,8 +362,8 @@ def _why_no_step(samples: Samples, groups: int) -> str:
     reasons = [f"{samples.flat_groups} of {groups} groups have equal rewards"]
     if samples.long_rollouts:
         reasons.append(f"{samples.long_rollouts} rollouts are longer than max_seq_length")
-    told = {"flat_group", "too_long"}
-    others = [f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()) if why not in told]
+    in_reasons = {"flat_group", "too_long"}
+    others = [f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()) if why not in in_reasons]
     if others or not samples.dropped:
         reasons.append(f"no token is left to train ({', '.join(others) or 'no calls'})")
     return f"no gradient step: {'; '.join(reasons)}"

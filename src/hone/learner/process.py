@@ -296,7 +296,7 @@ class LearnerProcess:
         try:
             for raw in self._process.stdout:
                 line = raw.decode(errors="replace")
-                # A child that dies while it writes leaves a message without its end.
+                # A child that dies while it writes leaves an incomplete message.
                 if line.startswith(MARK) and line.endswith("\n"):
                     self._messages.put(json.loads(line.removeprefix(MARK)))
                 elif line.strip():

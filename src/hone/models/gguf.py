@@ -51,6 +51,32 @@ _OUTSIDE_LAYERS = {
     "output.weight": "lm_head.weight",
 }
 
+_READ_FIELDS = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+}
+"""The fields FAMILY.* from which the config is made."""
+_UNUSED_FIELDS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "vocab_size"}
+"""Fields FAMILY.* that have no effect on a model that is converted."""
+_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scaling.type": ("none",),
+}
+"""Fields FAMILY.* that are accepted only with a value that has no effect."""
+
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -90,6 +116,9 @@ class _Source:
             ) from error
         self._fields = reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self._fields if key.startswith(prefix)]
 
     def get(self, key: str, default: Any = None) -> Any:
         field = self._fields.get(key)
@@ -164,14 +193,20 @@ def _config(source: _Source) -> dict[str, Any]:
     # parameters an HF config needs cannot be recovered.
     if "rope_freqs.weight" in source.tensors:
         source.refuse("its rope scaling is stored as factors (rope_freqs.weight)")
-    for key in ("rope.scaling.type", "expert_count", "attention.sliding_window"):
-        value = source.get(f"{family}.{key}")
-        if value not in (None, 0, "none"):
-            source.refuse(f"{family}.{key} is {value!r}, which hone does not convert")
+    for key in source.keys(f"{family}."):
+        field, value = key.removeprefix(f"{family}."), source.get(key)
+        if field in _READ_FIELDS | _UNUSED_FIELDS or value in _DEFAULTS.get(field, ()):
+            continue
+        source.refuse(f"{key} is {value!r:.80}, which hone does not convert")
     hidden, heads = source.need(f"{family}.embedding_length"), _heads(source, family, "head_count")
     head_dim = source.get(f"{family}.attention.key_length")
     if head_dim is None and family == "llama":
         head_dim = source.get("llama.rope.dimension_count")
+    head_dim = head_dim or hidden // heads
+    for field in ("attention.value_length", "rope.dimension_count"):
+        size = source.get(f"{family}.{field}", head_dim)
+        if size != head_dim:
+            source.refuse(f"{family}.{field} is {size!r}, and the heads have size {head_dim}")
     theta = source.get(f"{family}.rope.freq_base", 10000.0)
     eos, eot = source.need("tokenizer.ggml.eos_token_id"), source.get("tokenizer.ggml.eot_token_id")
     return {
@@ -184,7 +219,7 @@ def _config(source: _Source) -> dict[str, Any]:
         "num_hidden_layers": source.need(f"{family}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _heads(source, family, "head_count_kv", heads),
-        "head_dim": head_dim or hidden // heads,
+        "head_dim": head_dim,
         "max_position_embeddings": source.need(f"{family}.context_length"),
         "rms_norm_eps": source.need(f"{family}.attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,

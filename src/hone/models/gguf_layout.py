@@ -100,7 +100,7 @@ class _Cursor:
     def _count(self, count: int, bytes_each: int) -> int:
         """A number of entries, each of which takes so many bytes at least."""
         if count * bytes_each > len(self._data) - self._at:
-            raise ValueError(f"it says that {count} entries follow, and ends before")
+            raise ValueError(f"it says that {count} entries follow, and ends before them")
         return count
 
     def _string(self) -> bytes:

@@ -339,9 +339,9 @@ def _siblings(paths: Sequence[str]) -> Iterator[tuple[str, ...]]:
         name = path.rpartition(".")[2]
         names = next((names for names in SIBLINGS if name in names), (name,))
         beside = [path.removesuffix(name) + other for other in names]
-        found = tuple(other for other in beside if other in known)
-        done.update(found)
-        yield found
+        present = tuple(other for other in beside if other in known)
+        done.update(present)
+        yield present
 
 
 def _linear(model: nn.Module, path: str) -> nn.Linear:

@@ -4,8 +4,8 @@ In:   a root, and a directory that is new or empty
 Out:  a root of its own: state.sqlite, the directories of the models that it names, and what programs
       have logged of others
 
-The database is copied first, as it was at one moment. Then follow the steps that it knows: those of
-jobs that had not started at that moment are left out, because the copy will train them. A step is
+First comes a consistent copy of the database, then the steps that it lists. The steps of jobs that
+had not started by then are left out, because the copy will train them. A step is
 immutable and exists before its job is done, so every step of the copied jobs is there, except those
 that were deleted. A file of a step is a hard link if the file system allows, otherwise a copy; its
 hash is checked either way. Files that grow are copied.

@@ -110,5 +110,5 @@ The weights of {original} differ from these: the adapter loads on them, but the 
 trained. Use {get} for the weights in the table, or export with `--merge`, which includes them.
 """
 _REST = f"""
-`{FILE}` has the same facts for programs, `{MANIFEST}` the job that trained the step.
+`{FILE}` has the same information for programs, `{MANIFEST}` the job that trained the step.
 """

@@ -126,7 +126,7 @@ class Store:
         self._idle_readers: list[sqlite3.Connection] = []
         self._closed = False
         self._refused_at = -math.inf
-        """When a lock of another process last outlasted a transaction's patience."""
+        """When a transaction last timed out because of another process's lock."""
         self._log = path.with_name(f"{path.name}-wal")
         """SQLite's write-ahead log: there while any process has the file open for writing."""
         self._writes = schemas is not None

@@ -439,7 +439,7 @@ class JobStore(JobEvents):
 
 
 def check_queue(queued: int, max_queued: int | None) -> None:
-    """Raise Busy if the queue has no place for another job."""
+    """Raise Busy if the queue is full."""
     if max_queued is not None and queued >= max_queued:
         raise Busy(
             f"{queued} jobs are queued, the maximum of this server (max_queued_jobs); wait for one to "

@@ -160,7 +160,7 @@ class ModelStore:
         matches = index.by_name.get(stored, [])
         if len(matches) > 1:
             candidates = " or ".join(repr(str(record.key)) for record in matches)
-            raise AmbiguousModel(f"model {name!r} exists in several projects; say {candidates}")
+            raise AmbiguousModel(f"model {name!r} exists in several projects; use {candidates}")
         return matches[0] if matches else None
 
     def short_name(self, key: ModelKey) -> str:

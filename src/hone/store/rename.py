@@ -54,7 +54,7 @@ class Renames:
     checkpoints: Checkpoints
 
     def rename(self, key: ModelKey, new: ModelKey) -> bool:
-        """Rename a model; False if that was done before and only the answer was lost."""
+        """Rename a model; False if an earlier request has already done it."""
         self.jobs.write_pending()  # otherwise these jobs would get the old name back
         if not self._write_intent(key, new):
             return False

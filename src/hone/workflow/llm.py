@@ -290,7 +290,7 @@ class _OpenAIFields(LLMBaseConfig):
         return LLM(
             name=name,
             base_url=base_url,
-            api_key=api_key or _key(name, base_url),
+            api_key=api_key or _key(base_url),
             model=model,
             params=self.params(),
             timeout_s=self.request_timeout,
@@ -347,9 +347,8 @@ async def trainable_llm(config: TrainableConfig, builder: Builder) -> AsyncItera
         served = builder.served
         if served is None:
             raise ConfigError(
-                f"llms.{name}: base_url is not set, and nothing serves the "
-                "model yet; set base_url, or name a trainer adapter in finetuning.trainer_adapter, "
-                "which starts or finds the server"
+                "base_url is not set, and nothing serves the model yet; set base_url, or name a "
+                "trainer adapter in finetuning.trainer_adapter, which starts or finds the server"
             )
         llm = llm_at(config, builder, name, served.base_url, served.api_key)
     try:
@@ -385,13 +384,13 @@ def _name_of(config: LLMBaseConfig, builder: Builder) -> str:
     return next((key for key, held in builder.document.llms.items() if held is config), "")
 
 
-def _key(name: str, base_url: str) -> str:
+def _key(base_url: str) -> str:
     key = os.environ.get("OPENAI_API_KEY")
     if key:
         return key
     if host_of(urlsplit(base_url).hostname or "") == "localhost":
         return "default"
     raise ConfigError(
-        f"llms.{name}: {base_url} needs a key; set api_key (${{MY_KEY}} takes it from the "
+        f"{base_url} needs a key; set api_key (${{MY_KEY}} takes it from the "
         "environment), or OPENAI_API_KEY"
     )

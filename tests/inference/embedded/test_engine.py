@@ -140,7 +140,7 @@ def rows_of(answers: list[Completion]) -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-async def test_samples_that_say_the_same_are_computed_once_until_they_part(served, temperature):
+async def test_equal_samples_are_computed_once_until_they_diverge(served, temperature):
     way = Sampling(n=8, max_tokens=40, temperature=temperature, seed=5)
     answers = await complete(served.engine, PROMPT, way, served.first)
     for done in answers:
@@ -172,7 +172,7 @@ async def test_requests_with_one_prompt_share_rows_whatever_their_sampling(serve
     assert shared == rows_of([*one, *two, *three]) < sum(map(rows_of, answers))
 
 
-async def test_whoever_leaves_a_shared_row_leaves_the_others_in_it(served):
+async def test_a_sample_that_leaves_a_shared_row_does_not_affect_the_others(served):
     greedy = Sampling(max_tokens=30, temperature=0.0)
     (whole,) = await complete(served.engine, PROMPT, greedy, served.first)
     await served.engine.sleep()
@@ -205,7 +205,7 @@ async def test_prompts_that_begin_alike_and_come_together_read_their_beginning_o
 
 
 @pytest.mark.parametrize("tokens", [7, 512])
-async def test_if_the_one_waited_for_is_aborted_the_others_are_answered(
+async def test_aborting_the_request_that_others_wait_for_does_not_affect_them(
     tiny_llama_dir, tmp_path, tokens
 ):
     served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=tokens)
@@ -256,7 +256,7 @@ async def test_probes_that_cannot_be_read_are_refused(prose: Prose, served, sequ
     assert len(whole.logprobs[0]) == 511
 
 
-async def test_what_nobody_waits_for_any_more_leaves_the_engine_alone(tiny_llama_dir, tmp_path):
+async def test_an_abandoned_probe_does_not_disturb_the_engine(tiny_llama_dir, tmp_path):
     served = await serve(tiny_llama_dir, tmp_path, prefill_tokens=1)
     calls = [served.engine.probe([PROMPT * 20] * 3, ref) for ref in (None, served.first)]
     tasks = [asyncio.create_task(call) for call in (*calls, served.engine.unload(served.second))]
@@ -283,7 +283,7 @@ async def test_a_probe_of_an_engine_that_closes_ends_with_an_error(
     prose(caught)
 
 
-async def test_a_next_turn_reads_only_what_is_new(served):
+async def test_the_next_turn_computes_only_new_tokens(served):
     once = Sampling(max_tokens=30, seed=0)
     (cut,) = await complete(served.engine, PROMPT, once, served.first)
     end = next(t for i, t in enumerate(cut.ids) if i >= 20 and t not in cut.ids[:i])
@@ -310,7 +310,7 @@ async def test_a_prefix_is_not_shared_between_adapters(served):
     assert_agree(done.logprobs, served.expected(PROMPT, done, served.second))
 
 
-async def test_a_request_for_a_kept_sequence_itself_is_answered(served):
+async def test_a_request_for_a_cached_sequence_is_answered(served):
     (done,) = await complete(served.engine, PROMPT, Sampling(max_tokens=20, seed=0))
     sequence = [*PROMPT, *done.ids[:-1]]
     (more,) = await complete(served.engine, sequence, Sampling(max_tokens=3, seed=1))
@@ -392,7 +392,7 @@ async def test_a_failing_step_fails_its_requests_and_says_why(
     prose(caught)
 
 
-async def test_open_finds_loads_and_serves_by_name(tiny_llama_dir, tmp_path, monkeypatch):
+async def test_open_loads_and_serves_a_model_by_name(tiny_llama_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     shutil.copytree(tiny_llama_dir, model)

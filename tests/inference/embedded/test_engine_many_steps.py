@@ -1,4 +1,4 @@
-"""A run of many steps: what was unloaded is gone, and the last one is what answers."""
+"""A run of many steps: unloaded adapters leave no memory behind, and the last step answers."""
 
 import asyncio
 import gc

@@ -51,7 +51,7 @@ def _fill(chunk: Chunk) -> None:
     chunk.block.filled = chunk.stop
 
 
-def test_those_that_begin_alike_wait_for_the_first(config: DecoderConfig):
+def test_blocks_with_a_common_prefix_wait_for_the_first(config: DecoderConfig):
     queue = PrefillQueue()
     blocks = [add(queue, config, (*FRONT, *[200 + i] * 10)) for i in range(3)]
     assert compute(queue) == [(200, 0, 90)]
@@ -63,7 +63,7 @@ def test_those_that_begin_alike_wait_for_the_first(config: DecoderConfig):
         assert block.v[0, 0, :, 0].tolist() == list(range(90))
 
 
-def test_they_start_as_soon_as_the_common_part_is_there(config: DecoderConfig):
+def test_waiting_blocks_start_once_the_common_prefix_is_computed(config: DecoderConfig):
     queue = PrefillQueue()
     add(queue, config, (*FRONT, *[1] * 400))
     add(queue, config, (*FRONT, *[2] * 10))
@@ -72,7 +72,7 @@ def test_they_start_as_soon_as_the_common_part_is_there(config: DecoderConfig):
     assert compute(queue, 362) == [(1, 128, 480), (2, 80, 90)]
 
 
-def test_little_in_common_is_read_twice(config: DecoderConfig):
+def test_short_common_prefixes_are_computed_twice(config: DecoderConfig):
     queue = PrefillQueue()
     add(queue, config, (*FRONT[:31], 1))
     add(queue, config, (*FRONT[:31], 2))  # 31 tokens are less than one pass costs
@@ -85,14 +85,14 @@ def test_little_in_common_is_read_twice(config: DecoderConfig):
     assert [last for last, _, _ in compute(queue)] == [5]
 
 
-def test_adapters_share_nothing(config: DecoderConfig):
+def test_adapters_share_no_prefix(config: DecoderConfig):
     queue = PrefillQueue()
     add(queue, config, (*FRONT, 1), "a")
     add(queue, config, (*FRONT, 2), "b")
     assert compute(queue) == [(1, 0, 81), (2, 0, 81)]
 
 
-def test_the_last_token_is_always_read(config: DecoderConfig):
+def test_the_last_token_is_always_computed(config: DecoderConfig):
     """Its state is what the first sampled token is drawn from."""
     queue = PrefillQueue()
     add(queue, config, (*FRONT, 1))
@@ -101,7 +101,7 @@ def test_the_last_token_is_always_read(config: DecoderConfig):
     assert compute(queue) == [(179, 79, 80)]
 
 
-def test_one_may_wait_for_one_that_waits(config: DecoderConfig):
+def test_a_block_may_wait_for_a_waiting_block(config: DecoderConfig):
     queue = PrefillQueue()
     add(queue, config, (*FRONT[:40], *[1] * 40))
     add(queue, config, (*FRONT, 2))
@@ -112,7 +112,7 @@ def test_one_may_wait_for_one_that_waits(config: DecoderConfig):
     assert compute(queue) == [(3, 80, 81)]
 
 
-def test_if_the_one_waited_for_leaves_the_next_is_waited_for(config: DecoderConfig):
+def test_if_the_first_block_is_abandoned_the_next_one_computes_the_prefix(config: DecoderConfig):
     queue = PrefillQueue()
     first, second, third = (add(queue, config, (*FRONT, i)) for i in (1, 2, 3))
     assert compute(queue, 50) == [(1, 0, 50)]
@@ -124,7 +124,7 @@ def test_if_the_one_waited_for_leaves_the_next_is_waited_for(config: DecoderConf
     assert third.k[0, 0, :, 0].tolist() == [*FRONT, 3]
 
 
-def test_one_that_leaves_after_its_beginning_was_read_is_still_copied(config: DecoderConfig):
+def test_an_abandoned_block_whose_prefix_was_computed_is_still_copied(config: DecoderConfig):
     queue = PrefillQueue()
     first = add(queue, config, (*FRONT, *[1] * 40))
     add(queue, config, (*FRONT, 2))
@@ -168,7 +168,7 @@ async def test_the_scheduler_keeps_order_and_reservations_while_some_wait(tiny_l
     assert scheduler.chunks(512) == [] and scheduler.reserved_bytes == 0
 
 
-def test_a_probe_that_was_cancelled_is_not_read_on(tiny_llama_dir: Path):
+def test_a_cancelled_probe_is_not_computed_further(tiny_llama_dir: Path):
     scorer = Scorer(Decoder.load(tiny_llama_dir))
     left, stays = scorer.add([[*FRONT, 1]], None), scorer.add([[*FRONT, 2], [*FRONT, 3]], None)
     scorer.start(lambda nbytes: True)

@@ -1,4 +1,4 @@
-"""The digests of an adapter against what vLLM's workers hold; vLLM's own objects are stood in for."""
+"""The digests of an adapter against what vLLM's workers hold; small classes stand in for vLLM's."""
 
 import json
 import re
@@ -358,7 +358,9 @@ def test_a_load_while_all_slots_are_used_leaves_running_requests_their_adapters(
         assert decode() == [1, 2, 3]
 
 
-def test_what_is_not_staged(prose: Prose, adapter: tuple[AdapterRef, Path], tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_staged(
+    prose: Prose, adapter: tuple[AdapterRef, Path], tmp_path: Path
+) -> None:
     ref, directory = adapter
     with pytest.raises(EngineError) as caught:
         stage(ref, directory, tmp_path / "staged", max_rank=2)

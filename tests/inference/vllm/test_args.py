@@ -181,7 +181,7 @@ def test_the_command_line() -> None:
     }
 
 
-def test_the_user_may_raise_what_hone_needs() -> None:
+def test_the_user_may_raise_the_values_that_hone_needs() -> None:
     args = {"max_loras": 12, "max_cpu_loras": 40, "max_lora_rank": 256, "enable_sleep_mode": False}
     line = server_arguments("/m", "base", args, modules=(), max_adapters=8, rank=8, sleeps=False)
     given = options(line)
@@ -233,7 +233,7 @@ def test_an_interpreter_without_vllm(prose: Prose, tmp_path: Any) -> None:
     prose(caught)
 
 
-def test_an_interpreter_that_is_none(prose: Prose) -> None:
+def test_a_file_that_is_no_interpreter(prose: Prose) -> None:
     with pytest.raises(EngineError) as caught:
         find_vllm("/nowhere/python")
     prose(caught)

@@ -460,6 +460,20 @@ def adapter(tiny_llama_dir: Path, tmp_path: Path) -> tuple[AdapterRef, Path]:
     return write_adapter(tmp_path / "a", Decoder.load(tiny_llama_dir), step=1), tmp_path / "a"
 
 
+async def test_no_proxy_of_the_environment_is_used(
+    vllm: tuple[Standin, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise the checks would go through the proxy and the requests would not."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    _, url = vllm
+    engine = await asyncio.to_thread(connect, model, url, tmp_path / "adapters")
+    (completion,) = await complete(engine, [1], Sampling(max_tokens=1))
+    assert completion.ids == [7]
+    await engine.close()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closing_ends_requests_under_way(
     prose: Prose, vllm: tuple[Standin, str], model: Path, tmp_path: Path, stream: bool

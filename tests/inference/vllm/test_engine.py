@@ -164,7 +164,7 @@ async def warm(engine: VllmEngine, ref: AdapterRef) -> None:
     assert 0 < engine.stats().prefilled_tokens - before < len(LONG) - 100
 
 
-async def test_a_prefix_warmed_under_one_step_is_read_anew_under_the_next(
+async def test_a_prefix_cached_under_one_step_is_recomputed_under_the_next(
     engine: VllmEngine, served: Served
 ) -> None:
     await engine.unload(served.second)
@@ -426,7 +426,7 @@ async def test_a_publish_and_its_proof_stop_vllm_for_a_few_short_calls_only(
     assert calls == ["hone_hash", "hone_digests"]
 
 
-async def test_the_second_witness_needs_no_hash(served: Served) -> None:
+async def test_the_logprob_proof_needs_no_hash(served: Served) -> None:
     sequence = [*PROMPT, 8, 9, 10]
     one, two = [
         (await served.engine.probe([sequence], ref)).logprobs[0]

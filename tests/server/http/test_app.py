@@ -1,4 +1,4 @@
-"""What every request passes: its size, its key, its log line; and how errors leave."""
+"""What applies to every request: body size, key, log line, and the form of errors."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ async def test_durations_do_not_follow_a_clock_that_is_set_back(
         assert 0 <= (await http.get("/health")).json()["uptime_s"] < PATIENCE_S
 
 
-async def test_health_tells_those_with_the_key_what_is_served_and_where(
+async def test_health_lists_what_is_served_if_the_key_is_sent(
     make_state: MakeState, tiny_model: Path
 ):
     state = make_state(api_key="secret", port=7001, inference_port=8001)
@@ -131,7 +131,9 @@ async def test_training_routes_exist_only_on_the_control_port(make_state: MakeSt
             assert (await http.get(path)).status_code == 404, path
 
 
-async def test_a_body_too_large_is_refused_announced_or_not(prose: Prose, make_state: MakeState):
+async def test_a_body_that_is_too_large_is_refused_with_or_without_content_length(
+    prose: Prose, make_state: MakeState
+):
     control, _ = create_apps(make_state(max_body_bytes=1000))
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -165,7 +167,7 @@ async def test_a_body_that_does_not_parse_names_the_field(make_state: MakeState)
         ),
     ],
 )
-async def test_a_body_that_is_not_said_to_be_json(
+async def test_a_body_without_the_content_type_of_json(
     make_state: MakeState, tiny_model: Path, sent: str | None, why: str
 ):
     """What `curl -d` sends unless it is told otherwise."""
@@ -189,7 +191,7 @@ async def test_a_body_that_is_not_said_to_be_json(
         ("/_log", {"model": {"name": "agent", "project": "p"}, "trajectory_groups": []}, 200),
     ],
 )
-async def test_a_route_for_large_bodies_takes_the_types_that_others_take(
+async def test_a_route_for_large_bodies_accepts_the_same_content_types(
     make_state: MakeState, path: str, body: dict[str, Any], status: int, sent: str
 ):
     """A page of another site may send text/plain with any parameter, and without asking first."""
@@ -203,7 +205,7 @@ async def test_a_route_for_large_bodies_takes_the_types_that_others_take(
         assert answer.status_code == status, answer.text
 
 
-async def test_a_defect_gives_json_and_its_trace_goes_to_the_log(
+async def test_an_unexpected_error_is_json_and_its_traceback_is_logged(
     make_state: MakeState, caplog: pytest.LogCaptureFixture
 ):
     state = make_state()
@@ -232,7 +234,7 @@ async def test_requests_are_counted_by_route_and_not_by_address(make_state: Make
     assert 'route="/v1/training/jobs/{job_id}",status="404"} 2.0' in text
 
 
-async def test_answers_go_past_fastapi_and_their_paths_mean_the_same(make_state: MakeState):
+async def test_routes_that_bypass_fastapi_have_the_same_paths(make_state: MakeState):
     state = make_state()
     control, _ = create_apps(state)
     chat, body = "/v1/chat/completions", {"model": "nobody", "messages": []}
@@ -274,7 +276,7 @@ def test_a_log_line_has_its_fields(tmp_path: Path, as_json: bool):
         assert line.endswith('info job done job="j 1" took_s=0.1235 step=2')
 
 
-def test_two_servers_in_one_process_do_not_add_up():
+def test_two_servers_in_one_process_have_separate_metrics():
     one, other = Metrics(), Metrics()
     one.jobs.labels("done").inc()
     assert other.registry.get_sample_value("hone_jobs_total", {"state": "done"}) is None

@@ -1,4 +1,4 @@
-"""What clients ask beside the APIs: the version, the models, token ids and text."""
+"""Requests of clients besides chats: the version, the models, token ids and text."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.prose import Prose
 from tests.server.conftest import MakeServer, Server
 
@@ -36,11 +37,11 @@ def server(
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=server.inference_url) as http:
+    with httpx2.Client(base_url=server.inference_url, timeout=PATIENCE_S) as http:
         yield http
 
 
-def test_a_prompt_becomes_ids_and_text_again(http: Any, tokenizer: Any, tiny_model: Path) -> None:
+def test_a_prompt_is_tokenized_and_detokenized(http: Any, tokenizer: Any, tiny_model: Path) -> None:
     text = "caf\u00e9<|im_end|> the weather"
     body = {"model": str(tiny_model), "prompt": text, "return_token_strs": True}
     answer = http.post("/tokenize", json=body).json()
@@ -58,7 +59,9 @@ def test_a_prompt_becomes_ids_and_text_again(http: Any, tokenizer: Any, tiny_mod
     assert longer["count"] > longer["max_model_len"]
 
 
-def test_a_chat_has_the_ids_that_would_be_fed(http: Any, server: Server, tiny_model: Path) -> None:
+def test_tokenizing_a_chat_gives_the_ids_of_its_prompt(
+    http: Any, server: Server, tiny_model: Path
+) -> None:
     ask: dict[str, Any] = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK]}
     fed = http.post("/v1/chat/completions", json=ask).json()["prompt_token_ids"]
     count = len(server.engine.requests)
@@ -91,7 +94,7 @@ def test_a_chat_has_the_ids_that_would_be_fed(http: Any, server: Server, tiny_mo
         ("/detokenize", {}),
     ],
 )
-def test_what_is_wrong_is_named(prose: Prose, http: Any, path: str, body: dict[str, Any]) -> None:
+def test_invalid_fields_are_named(prose: Prose, http: Any, path: str, body: dict[str, Any]) -> None:
     written = json.dumps(body)  # httpx would not write half of a surrogate pair
     answer = http.post(path, content=written, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text

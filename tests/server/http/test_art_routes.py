@@ -232,7 +232,7 @@ def _check_what_was_left(art: ArtServer) -> None:
     assert (art.directory() / "trajectories" / "train" / "0001.jsonl").exists()
 
 
-def test_answers_of_an_older_step_are_trained_and_the_metric_tells(art: ArtServer) -> None:
+def test_answers_of_an_older_step_are_trained_and_counted_in_a_metric(art: ArtServer) -> None:
     art.prepared()
     groups = art.groups(1)
     for step in (1, 2):
@@ -344,7 +344,7 @@ def test_a_job_is_answered_even_if_nothing_can_be_logged(
     assert art.post("/_log", body).status_code == 503
 
 
-def test_a_client_that_leaves_does_not_take_its_job_with_it(art: ArtServer) -> None:
+def test_a_job_continues_when_its_client_disconnects(art: ArtServer) -> None:
     art.prepared()
     Learner.go_on.clear()
     call = art.training_call(art.groups(9))
@@ -458,7 +458,7 @@ def test_registering_and_the_step_load_nothing(idle: ArtServer) -> None:
     assert spec.not_applicable == ["engine_args.gpu_memory_utilization"]
 
 
-def test_a_model_without_weights_is_refused_and_leaves_nothing_behind(
+def test_a_model_without_weights_is_refused_and_not_registered(
     idle: ArtServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -471,7 +471,7 @@ def test_a_model_without_weights_is_refused_and_leaves_nothing_behind(
     assert idle.post("/register", model(idle.base)).status_code == 200
 
 
-def test_somebody_elses_model_is_logged_for_and_its_key_kept_nowhere(idle: ArtServer) -> None:
+def test_a_model_served_elsewhere_is_logged_without_its_key(idle: ArtServer) -> None:
     theirs = {"name": "gpt", "project": "proof", "trainable": False, "config": None}
     theirs |= {"inference_api_key": "sk-secret", "inference_base_url": "http://x/v1"}
     assert idle.post("/register", theirs).status_code == 200
@@ -546,7 +546,7 @@ def test_each_project_has_models_of_its_own_names(prose: Prose, art: ArtServer) 
     assert got.headers["x-should-retry"] == "false", "or its client repeats the request"
 
 
-def test_a_model_that_is_called_like_another_projects_hides_nothing(art: ArtServer) -> None:
+def test_a_model_with_the_name_of_another_projects_model_hides_nothing(art: ArtServer) -> None:
     """A model of project default may be called `p/m`, before or after project p has its m."""
     theirs, squatter = model(art.base, project="p", name="m"), stored_name("p/m")
     later = model(art.base, project="default", name="q/m")
@@ -571,13 +571,13 @@ def test_a_model_that_is_called_like_another_projects_hides_nothing(art: ArtServ
 
 
 @pytest.mark.parametrize("name", ["pull_from_s3", "push_to_s3", "deploy", "fork_checkpoint"])
-def test_what_is_not_built_says_so(idle: ArtServer, name: str) -> None:
+def test_routes_that_are_not_implemented_say_so(idle: ArtServer, name: str) -> None:
     got = idle.post(f"/_experimental_{name}", {"model": model("tiny")})
     assert got.status_code == 501
     assert "not in this version" in got.json()["detail"]
 
 
-def test_a_split_is_a_name_and_no_path(idle: ArtServer) -> None:
+def test_a_split_is_a_name_and_not_a_path(idle: ArtServer) -> None:
     body = {"model": model("tiny"), "trajectory_groups": [], "split": "../../x"}
     assert idle.post("/_log", body).status_code == 422
 
@@ -604,7 +604,7 @@ def test_the_best_by_a_metric_and_the_newest_are_kept(idle: ArtServer) -> None:
     assert [c.step for c in idle.state.checkpoints.list(KEY)] == [1, 4]
 
 
-def test_checkpoints_that_are_not_named_go_but_for_the_newest(idle: ArtServer) -> None:
+def test_unnamed_checkpoints_are_deleted_except_the_newest(idle: ArtServer) -> None:
     idle.post("/register", model(idle.base))
     _write_steps(idle, 5)
     body = {"model": model("tiny"), "steps_to_keep": [2]}
@@ -629,7 +629,7 @@ def test_the_address_is_the_one_the_client_used(make_server: MakeServer, tiny_mo
     assert got.json() == ["http://gpu.example:8123/project/proof/v1", key] and key != "k1"
 
 
-def test_without_a_key_the_clients_own_is_given_back(
+def test_without_a_key_the_client_gets_its_own_key_back(
     make_server: MakeServer, tiny_model: Path
 ) -> None:
     server = make_server()

@@ -55,11 +55,11 @@ def test_without_a_key_this_machine_may_call_with_any_key(host: str):
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.7:7623", ""])
-def test_without_a_key_a_name_made_to_point_here_is_refused(host: str):
+def test_without_a_key_a_rebound_host_name_is_refused(host: str):
     assert not passes({"host": host})
 
 
-def test_without_a_key_a_page_from_elsewhere_is_refused():
+def test_without_a_key_a_page_of_another_site_is_refused():
     assert not passes({**LOCAL, "origin": "http://evil.example"})
     assert not passes({**LOCAL, "origin": "null"})
     assert passes({**LOCAL, "origin": "http://localhost:3000"})
@@ -95,7 +95,7 @@ OWN = caller("127.0.0.1", os.geteuid())
 KEY = {"authorization": "Bearer k"}
 
 
-def test_with_a_key_names_that_are_not_ours_are_refused_too():
+def test_with_a_key_unknown_host_names_are_refused_too():
     ours = {"host": "hone.example:7623", **KEY}
     assert not passes(ours, api_key="k")
     for allowed in ("hone.example", "HONE.example", ".example", "*"):
@@ -131,7 +131,7 @@ def test_an_advertised_address_that_cannot_work_is_refused(
     prose(caught)
 
 
-def test_a_page_from_elsewhere_is_refused_with_a_key_too():
+def test_with_a_key_a_page_of_another_site_is_refused_too():
     page = {**LOCAL, **KEY, "origin": "https://chat.example"}
     assert not passes(page, api_key="k")
     assert not passes(page, api_key="k", allowed_origins=("http://chat.example",))
@@ -141,7 +141,7 @@ def test_a_page_from_elsewhere_is_refused_with_a_key_too():
     assert not passes({**page, "origin": "null"}, api_key="k")
 
 
-def test_a_page_from_an_address_or_an_allowed_host_is_still_from_elsewhere():
+def test_a_page_of_an_ip_address_or_an_allowed_host_is_another_site():
     """The browser of a trusted peer would send what that page wants, and no key is asked of it."""
     trusted: dict[str, Any] = {"api_key": "k", "trust_network": (ip_network("10.0.0.0/8"),)}
     for origin in ("http://192.0.2.1", "http://10.0.0.8:7623", "http://[2001:db8::1]"):
@@ -262,7 +262,7 @@ def test_a_forwarded_request_never_reaches_a_server_without_a_key(prose: Prose, 
     prose(caught)
 
 
-def test_a_proxy_inside_a_trusted_network_does_not_lend_its_trust():
+def test_requests_through_a_proxy_in_a_trusted_network_are_not_trusted():
     trusted: dict[str, Any] = {"api_key": "k", "trust_network": (ip_network("10.1.0.0/16"),)}
     forwarded = {**LOCAL, "x-forwarded-for": "10.1.2.3"}
     assert not passes(forwarded, client="10.1.0.5", **trusted)
@@ -335,7 +335,7 @@ def test_a_listed_proxy_must_name_its_client_in_x_forwarded_for(
     assert not by_proxy(headers, client=f"::ffff:{PROXY}", address=f"::ffff:{PROXY}", claims=claims)
 
 
-def test_with_proxies_a_client_that_is_none_is_known_by_its_own_address():
+def test_a_client_that_is_no_proxy_is_identified_by_its_own_address():
     assert by_proxy({}, client="10.1.2.3", address="10.1.2.3")
     assert by_proxy({}, client="::ffff:10.1.2.3", address="::ffff:10.1.2.3")
     for header in PROXY_HEADERS:  # a proxy that the operator has not listed
@@ -384,7 +384,7 @@ def test_health_is_answered_to_anyone():
     check(Settings(api_key="k"), "/health", {"host": "10.0.0.7"}, caller(None), control=True)
 
 
-def test_a_key_is_made_once_for_an_open_address_and_kept_from_others(tmp_path: Path):
+def test_a_key_is_created_once_for_an_open_address_and_is_private(tmp_path: Path):
     settings = Settings(root=tmp_path, host="0.0.0.0")
     settled, fresh = ensure_key(settings)
     assert fresh is not None and settled.api_key == fresh and len(fresh) > 30
@@ -403,12 +403,12 @@ def test_a_file_that_holds_no_key_is_replaced(tmp_path: Path, text: str):
 
 
 @pytest.mark.parametrize("key", ["", " ", "two words", "sch\u00fcssel", "k\n"])
-def test_no_key_is_empty_or_one_that_nobody_can_send(key: str):
+def test_a_key_must_be_non_empty_and_sendable(key: str):
     with pytest.raises(ValidationError, match="at least one character"):
         Settings(api_key=key)
 
 
-def test_loopback_and_a_given_key_need_none(tmp_path: Path):
+def test_no_key_is_created_for_loopback_or_beside_a_configured_key(tmp_path: Path):
     for settings in (Settings(root=tmp_path), Settings(root=tmp_path, host="0.0.0.0", api_key="k")):
         assert ensure_key(settings) == (settings, None)
     assert not (tmp_path / "api_key").exists()

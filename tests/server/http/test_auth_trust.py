@@ -1,4 +1,4 @@
-"""What strangers, proxies and peers get from a server: every request over a real socket."""
+"""Which clients, proxies and peers a server trusts: every request over a real socket."""
 
 import socket
 import stat
@@ -68,13 +68,13 @@ def test_a_401_says_whether_the_key_is_missing_or_wrong(prose: Prose, make_serve
             assert "hone-" not in answer.text and "default" not in answer.text, answer.text
 
 
-def test_a_proxys_word_for_its_client_is_not_taken(make_server: MakeServer):
+def test_the_client_address_of_an_unlisted_proxy_is_ignored(make_server: MakeServer):
     server = make_server(api_key="k", trust_network=(ip_network("10.0.0.0/8"),))
     headers = "Host: 127.0.0.1\r\nX-Forwarded-For: 10.0.0.9\r\n"
     assert raw_status(server.control_url, headers, "/v1/training/models") == 401
 
 
-def test_a_proxy_that_the_operator_named_is_believed(make_server: MakeServer):
+def test_the_client_address_of_a_listed_proxy_is_used(make_server: MakeServer):
     here = (ip_network("127.0.0.0/8"),)
     trusted = (ip_network("10.0.0.0/8"),)
     server = make_server(api_key="k", trust_network=trusted, forwarded_allow_ips=here)
@@ -84,7 +84,7 @@ def test_a_proxy_that_the_operator_named_is_believed(make_server: MakeServer):
     assert raw_status(server.control_url, headers.format("192.0.2.1"), path) == 401
 
 
-def test_a_proxy_that_names_its_client_elsewhere_gets_nothing(make_server: MakeServer):
+def test_a_proxy_that_names_its_client_in_another_header_is_refused(make_server: MakeServer):
     """Even if it is in a trusted network itself, and its client claims to be in one."""
     server = make_server(
         api_key="k",
@@ -120,7 +120,7 @@ def test_a_proxy_that_names_its_client_elsewhere_gets_nothing(make_server: MakeS
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
-def test_without_a_key_a_reverse_proxy_gets_nothing(make_server: MakeServer, path: str):
+def test_without_a_key_a_reverse_proxy_is_refused(make_server: MakeServer, path: str):
     server = make_server()
     for url in (server.control_url, server.inference_url):
         assert raw_status(url, "Host: 127.0.0.1\r\n", path) == 200
@@ -148,7 +148,7 @@ def test_host_and_origin_are_checked_with_and_without_a_key(
             prose(error["message"])
 
 
-def test_a_page_the_operator_allowed_may_ask_and_read(make_server: MakeServer):
+def test_an_allowed_page_may_send_requests_and_read_responses(make_server: MakeServer):
     origin = "https://chat.example"
     server = make_server(api_key="k", allowed_origins=(origin,))
     url = f"{server.inference_url}/v1/models"
@@ -229,7 +229,7 @@ def counted(
         server.stop()
 
 
-def test_a_base_model_is_loaded_once_however_it_is_spelled(
+def test_a_base_model_is_loaded_once_for_all_spellings_of_its_name(
     counted: Callable[..., Server], loads: list[str], tiny_model: Path, tmp_path: Path
 ):
     url = counted().control_url
@@ -311,7 +311,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_root_is_closed_to_others_new_or_old(tmp_path: Path, make_state: Any):
+def test_a_new_or_existing_root_is_private(tmp_path: Path, make_state: Any):
     state: State = make_state(root=tmp_path / "deep" / "root")
     root = state.settings.root
     assert mode(root) == 0o700
@@ -321,7 +321,7 @@ def test_the_root_is_closed_to_others_new_or_old(tmp_path: Path, make_state: Any
     assert mode(root) == 0o700
 
 
-def test_a_directory_of_other_things_is_left_as_it_is(prose: Prose, tmp_path: Path):
+def test_the_mode_of_a_directory_with_other_files_is_not_changed(prose: Prose, tmp_path: Path):
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "thesis.txt").write_text("mine")
@@ -346,7 +346,7 @@ def test_a_directory_that_holds_only_what_hone_wrote_becomes_the_root(tmp_path: 
     assert mode(tmp_path) == 0o700
 
 
-def test_projects_beside_other_things_make_no_root(prose: Prose, tmp_path: Path):
+def test_a_projects_directory_beside_other_files_is_no_root(prose: Prose, tmp_path: Path):
     for name in ("projects", "photos"):  # a home directory, for example
         (tmp_path / name).mkdir()
     tmp_path.chmod(0o755)
@@ -356,7 +356,7 @@ def test_projects_beside_other_things_make_no_root(prose: Prose, tmp_path: Path)
     assert mode(tmp_path) == 0o755
 
 
-def test_a_project_may_be_called_like_a_file_of_the_root(server: Server, tiny_model: Path):
+def test_a_project_may_have_the_name_of_a_file_of_the_root(server: Server, tiny_model: Path):
     """Projects have a directory of their own, so that no name is one of the server's files."""
     root = server.state.settings.root
     before = {path.name: path.is_dir() for path in root.iterdir()}

@@ -120,7 +120,7 @@ def test_every_route_refuses_other_users(
     assert server.state.models.list() == [] and server.engine.requests == []
 
 
-def test_other_users_learn_only_whether_it_works(
+def test_other_users_only_see_the_health_status(
     http: httpx.Client, make_server: MakeServer, lookups: list[int | None], tiny_model: Path
 ):
     server = make_server()
@@ -147,7 +147,7 @@ def test_the_same_user_needs_no_key(http: httpx.Client, make_server: MakeServer,
         assert send(http, url, path, body).status_code not in (401, 403), path
 
 
-def test_the_openai_client_of_another_user_shows_why(
+def test_the_openai_client_of_another_user_shows_the_reason(
     prose: Prose, make_server: MakeServer, lookups: list[int | None], tiny_model: Path
 ):
     server = make_server()

@@ -111,7 +111,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 # ---- answers ---------------------------------------------------------------------------------
 
 
-def test_an_answer_says_what_was_fed_and_what_was_sampled(talk: Any, tokenizer: Any) -> None:
+def test_an_answer_has_the_prompt_ids_and_the_sampled_ids(talk: Any, tokenizer: Any) -> None:
     answer = talk("the weather is cold")
     (choice,) = answer.choices
     sampled = [*ids(tokenizer, "the weather is cold"), tokenizer.eos_token_id]
@@ -153,7 +153,7 @@ def test_logprobs_cover_every_sampled_token_and_the_end(talk: Any, tokenizer: An
     assert first[0].token == content[0].token
 
 
-def test_models_of_art_get_their_tokens_by_id_whether_they_ask_or_not(
+def test_models_of_art_always_get_their_tokens_by_id(
     make_server: MakeServer, tiny_model: Path, tokenizer: Any
 ) -> None:
     server = make_server(["cold"])
@@ -173,7 +173,7 @@ def test_models_of_art_get_their_tokens_by_id_whether_they_ask_or_not(
     assert [entry.token for entry in plain.choices[0].logprobs.content] == tokens
 
 
-def test_registered_models_give_logprobs_unasked(
+def test_registered_models_return_logprobs_by_default(
     make_server: MakeServer, tiny_model: Path, tokenizer: Any
 ) -> None:
     """As ART's server does: its users' scripts train on choices and never ask for them."""
@@ -196,7 +196,7 @@ def test_registered_models_give_logprobs_unasked(
     assert logprobs(logprobs=True, **inside) == values
 
 
-def test_how_it_is_sampled(talk: Any) -> None:
+def test_the_parameters_of_sampling(talk: Any) -> None:
     answer = talk(
         "ok",
         temperature=0.5,
@@ -222,7 +222,7 @@ def test_how_it_is_sampled(talk: Any) -> None:
     )
 
 
-def test_what_is_not_said_is_plain_sampling(talk: Any, tokenizer: Any) -> None:
+def test_the_defaults_are_plain_sampling(talk: Any, tokenizer: Any) -> None:
     answer = talk("ok", extra_body={"top_k": -1})
     ends = tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     left = 512 - answer.usage.prompt_tokens  # of the model's positions
@@ -285,7 +285,7 @@ NULLS += [
 NULLS += ["reasoning_effort", "verbosity", "some_new_key", "chat_template_kwargs", "guided_json"]
 
 
-def test_keys_that_are_null_are_not_there(talk: Any, tokenizer: Any) -> None:
+def test_null_means_that_a_key_is_absent(talk: Any, tokenizer: Any) -> None:
     reply = {"role": "assistant", "content": "hi", "tool_calls": None, "function_call": None}
     reply |= {"refusal": None, "audio": None, "name": None}
     talked = [*HELLO, reply, *HELLO]
@@ -334,7 +334,7 @@ def test_errors_have_the_types_of_the_openai_api(make_server: MakeServer, tiny_m
         (ZeroDivisionError("a defect"), 500, 2, True),
     ],
 )
-def test_openais_client_sends_again_only_what_may_succeed_later(
+def test_openais_client_retries_only_what_may_succeed_later(
     make_server: MakeServer,
     tiny_model: Path,
     failure: Exception,
@@ -480,12 +480,12 @@ def test_template_arguments_come_from_the_request_and_from_the_model(
     assert not prompt("quiet", extra_body=loud).endswith(empty)
 
 
-def test_template_arguments_without_meaning_are_named(talk: Any) -> None:
+def test_template_arguments_without_effect_are_named(talk: Any) -> None:
     answer = talk("ok", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert answer.not_applicable == ["chat_template_kwargs.enable_thinking"]
 
 
-def test_keys_that_clients_send_by_habit_change_nothing(talk: Any) -> None:
+def test_keys_that_clients_always_send_have_no_effect(talk: Any) -> None:
     answer = talk(
         "ok",
         user="me",
@@ -729,7 +729,9 @@ def test_the_models_own_length_counts_too(
     prose(caught)
 
 
-def test_too_many_at_once_is_429_and_says_when(make_server: MakeServer, tiny_model: Path) -> None:
+def test_too_many_concurrent_requests_get_429_with_retry_after(
+    make_server: MakeServer, tiny_model: Path
+) -> None:
     server = make_server(max_concurrent=1)
     with server.state.serving.admitted(), pytest.raises(openai.RateLimitError) as raised:
         client(server).chat.completions.create(model=str(tiny_model), messages=HELLO)

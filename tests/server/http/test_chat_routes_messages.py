@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from tests.chat.conftest import build_tokenizer
 from tests.fakes import ScriptedEngine
+from tests.patience import PATIENCE_S
 from tests.server.conftest import MakeServer, Server, write_model
 
 from hone.capture.scope import recorded
@@ -33,7 +34,9 @@ TWO_CALLS = CALL + '\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[Any]:
-    with httpx2.Client() as http:  # making one reads every certificate of the machine
+    with httpx2.Client(
+        timeout=PATIENCE_S
+    ) as http:  # making one reads every certificate of the machine
         yield http
 
 
@@ -83,7 +86,7 @@ def blocks(message: Any) -> list[dict[str, Any]]:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def test_a_message_says_what_was_fed_and_what_was_sampled(
+def test_a_message_has_the_prompt_ids_and_the_sampled_ids(
     talk: Any, shared: Server, tokenizer: Any
 ) -> None:
     message = talk("the weather is cold")
@@ -244,7 +247,7 @@ THOUGHT = "<think>\nhm, cold\n</think>\n\nyes"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_thinking_blocks_come_and_go_back(
+def test_thinking_blocks_are_returned_and_can_be_sent_back(
     thinker: tuple[Server, str], streamed: bool, client: Any
 ) -> None:
     server, model = thinker
@@ -462,7 +465,7 @@ def test_calls_of_an_open_rollout_are_marked_and_seen_as_chats(
     assert (seen.sampled, dict(seen.dropped)) == ([], {"no_logprobs": 2})
 
 
-def test_posts_of_other_services_to_that_path_are_no_calls(shared: Server, http: Any) -> None:
+def test_requests_to_other_services_at_that_path_are_not_calls(shared: Server, http: Any) -> None:
     rollout, recorder = recorded("other")
     with rollout:
         http.post(f"{shared.inference_url}/v1/messages", json={"text": "an SMS"})

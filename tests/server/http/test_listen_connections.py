@@ -53,7 +53,7 @@ def response(connection: socket.socket) -> tuple[HTTPResponse, bytes]:
 
 
 @pytest.mark.parametrize("sent", [b"", HALF, GET + HALF], ids=["nothing", "half", "a second half"])
-def test_a_request_that_does_not_come_to_its_end_is_given_up(
+def test_a_connection_with_an_incomplete_request_is_closed(
     make_server: MakeServer, sent: bytes
 ) -> None:
     server = make_server(header_timeout_s=0.2)
@@ -61,10 +61,10 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(
         connection.sendall(sent)
         received = answer(connection)
     assert received.count(b"HTTP/1.1 200 OK") == sent.count(GET)
-    assert httpx.get(server.control_url + "/health").status_code == 200
+    assert httpx.get(server.control_url + "/health", timeout=PATIENCE_S).status_code == 200
 
 
-def test_a_body_that_stops_coming_gets_408(make_server: MakeServer) -> None:
+def test_an_incomplete_body_gets_408(make_server: MakeServer) -> None:
     server = make_server(body_timeout_s=0.2)
     with connected(server) as connection:
         connection.sendall(post(1000) + b"{")
@@ -73,7 +73,7 @@ def test_a_body_that_stops_coming_gets_408(make_server: MakeServer) -> None:
     assert b"1 bytes of the body" in received
 
 
-def test_a_body_that_nobody_reads_does_not_hold_its_connection(make_server: MakeServer) -> None:
+def test_an_unread_body_does_not_keep_its_connection_open(make_server: MakeServer) -> None:
     """It is answered with 404 at once; then the client goes on as slowly as it likes."""
     server = make_server(header_timeout_s=0.2)
     with connected(server) as connection:
@@ -95,7 +95,7 @@ def test_connections_beyond_the_limit_are_refused_and_the_others_served(
         first.sendall(GET)
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
     # They are closed now, and counted no more.
-    assert httpx.get(server.control_url + "/health").status_code == 200
+    assert httpx.get(server.control_url + "/health", timeout=PATIENCE_S).status_code == 200
 
 
 @pytest.mark.e2e
@@ -108,7 +108,7 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
     with connected(server) as first, connected(server) as second, connected(server) as third:
         first.sendall(post(2000, "/v1/completions") + body[:-1])
         while not server.state.bodies.reserved:  # until the first is known to the server
-            httpx.get(server.control_url + "/health")
+            httpx.get(server.control_url + "/health", timeout=PATIENCE_S)
         second.sendall(post(2000, "/v1/completions"))
         refused, _ = response(second)
         assert (refused.status, refused.getheader("Retry-After")) == (429, "1")
@@ -121,7 +121,7 @@ def test_large_bodies_beyond_the_budget_get_429_before_they_are_read(
         first.sendall(body[-1:])
         assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
         while server.state.bodies.reserved:  # until the request is over for the server, too
-            httpx.get(server.control_url + "/health")
+            httpx.get(server.control_url + "/health", timeout=PATIENCE_S)
 
 
 LARGE = {
@@ -141,7 +141,7 @@ LARGE = {
 @pytest.mark.e2e
 def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeServer) -> None:
     server = make_server(max_small_body_bytes=1000, large_body_bytes=1500)
-    paths = httpx.get(server.control_url + "/openapi.json").json()["paths"]
+    paths = httpx.get(server.control_url + "/openapi.json", timeout=PATIENCE_S).json()["paths"]
     posts = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
     assert posts > LARGE and {"/register", "/v1/training/models", "/v1/runs"} < posts
     for path in sorted(posts - LARGE):
@@ -158,12 +158,14 @@ def test_only_routes_that_parse_elsewhere_accept_large_bodies(make_server: MakeS
         for size in (1001, 1501):
             body = b"{" + b" " * (size - 2) + b"}"
             headers = {"Content-Type": "application/json"}
-            refused = httpx.post(server.control_url + path, content=body, headers=headers)
+            refused = httpx.post(
+                server.control_url + path, content=body, headers=headers, timeout=PATIENCE_S
+            )
             assert refused.status_code in (400, 422), (path, size)  # it was parsed
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_who_sends_all_of_a_refused_body_reads_the_refusal(
+def test_a_client_that_sends_all_of_a_refused_body_reads_the_refusal(
     make_server: MakeServer, chunked: bool
 ) -> None:
     """As http.client and requests do; the body is more than the buffers of both sockets hold."""
@@ -187,8 +189,12 @@ def test_the_log_says_why_a_request_was_refused(
     server = make_server()
     with caplog.at_level(logging.INFO, "hone.server"):
         url = server.control_url
-        httpx.post(url + "/v1/chat/completions", json={"model": "x" * 5000, "messages": []})
-        httpx.post(url + "/v1/training/jobs", json={"model": "agent"})
+        httpx.post(
+            url + "/v1/chat/completions",
+            json={"model": "x" * 5000, "messages": []},
+            timeout=PATIENCE_S,
+        )
+        httpx.post(url + "/v1/training/jobs", json={"model": "agent"}, timeout=PATIENCE_S)
         httpx.post(
             url + "/v1/chat/completions",
             json={
@@ -196,6 +202,7 @@ def test_the_log_says_why_a_request_was_refused(
                 "messages": [{"role": "user"}],
                 "temperature": "sk-proj-0123456789abcdef",
             },
+            timeout=PATIENCE_S,
         )
         server.stop()  # a request is logged after it is answered
     requests = [record.fields for record in caplog.records if record.message == "request"]  # pyright: ignore[reportAttributeAccessIssue] - see `say`

@@ -1,4 +1,4 @@
-"""What a browser and curl see at / and /docs: where to go on, and nothing of this server's models."""
+"""What a browser and curl see at / and /docs: links, and nothing about this server's models."""
 
 import re
 from pathlib import Path

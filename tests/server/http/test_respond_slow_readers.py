@@ -1,4 +1,4 @@
-"""A client that does not read its answer costs its own connection, and nobody else's time."""
+"""A client that does not read its answer loses its connection and delays no other client."""
 
 import json
 import socket
@@ -61,7 +61,9 @@ def connections(server: Server) -> int:
     return sum(len(app.server_state.connections) for app in server._servers)
 
 
-def test_an_engine_sleeps_though_a_client_does_not_read(tiny_model: Path, tmp_path: Path):
+def test_a_client_that_does_not_read_does_not_delay_the_sleep_of_an_engine(
+    tiny_model: Path, tmp_path: Path
+):
     standin = Standin()
     with served(standin) as url:
         made: list[VllmEngine] = []
@@ -91,7 +93,7 @@ def test_an_engine_sleeps_though_a_client_does_not_read(tiny_model: Path, tmp_pa
             server.stop()
 
 
-def test_a_client_that_reads_nothing_is_given_up_and_its_call_abandoned(
+def test_a_client_that_reads_nothing_is_disconnected_and_its_call_abandoned(
     make_server: MakeServer, tiny_model: Path
 ):
     server = make_server(LONG, write_timeout_s=0.2)
@@ -112,7 +114,7 @@ def test_a_whole_answer_that_is_not_read_does_not_keep_its_connection(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what its buffer holds")
-def test_a_client_that_reads_slowly_is_not_given_up():
+def test_a_client_that_reads_slowly_is_not_disconnected():
     stopped = threading.Event()
 
     class Protocol(TimedProtocol):
@@ -142,7 +144,7 @@ def test_a_client_that_reads_slowly_is_not_given_up():
         thread.join()
 
 
-def test_what_waits_for_a_slow_client_is_bounded(
+def test_the_buffer_for_a_slow_client_is_bounded(
     make_server: MakeServer,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,

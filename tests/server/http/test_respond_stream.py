@@ -1,4 +1,4 @@
-"""Streams: the same answers in pieces, every log-probability, and what happens when someone leaves."""
+"""Streams: the same answers in pieces, every log-probability, and what happens when a client disconnects."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def wait_for(happened: Callable[[], bool], what: str) -> None:
 # ---- ART's way to read a stream ----------------------------------------------------------------
 
 
-async def test_the_names_of_art_read_a_stream_to_its_end(shared: Server, tiny_model: Path) -> None:
+async def test_arts_functions_read_a_stream_to_its_end(shared: Server, tiny_model: Path) -> None:
     request = {"model": str(tiny_model), "messages": HELLO, "tools": [LOOK], "logprobs": True}
     two = f"See. {CALL}{CALL}"
     shared.engine.says([two])
@@ -112,7 +112,7 @@ async def test_the_names_of_art_read_a_stream_to_its_end(shared: Server, tiny_mo
 # ---- what is streamed ------------------------------------------------------------------------
 
 
-def test_the_pieces_add_up(chunks: Any, tokenizer: Any) -> None:
+def test_the_chunks_of_a_stream_add_up_to_the_answer(chunks: Any, tokenizer: Any) -> None:
     stream = chunks("caf\u00e9 \u4f60\u597d \U0001f600 ok")
     sampled = [
         *tokenizer.encode("caf\u00e9 \u4f60\u597d \U0001f600 ok", add_special_tokens=False),
@@ -134,7 +134,7 @@ def test_the_pieces_add_up(chunks: Any, tokenizer: Any) -> None:
     assert entries(stream) == []
 
 
-def test_usage_comes_last_when_asked_for(chunks: Any) -> None:
+def test_usage_comes_last_if_it_is_requested(chunks: Any) -> None:
     stream = chunks("ok", stream_options={"include_usage": True})
     *_, end, usage = stream
     assert usage.choices == []
@@ -254,7 +254,7 @@ def test_without_logprobs_there_are_no_empty_chunks(chunks: Any) -> None:
     assert all(chunk.choices[0].delta.tool_calls for chunk in others)
 
 
-def test_n_choices_are_told_apart(shared: Server, tiny_model: Path) -> None:
+def test_chunks_name_the_choice_they_belong_to(shared: Server, tiny_model: Path) -> None:
     shared.engine.says(["one", "the second is longer"])
     stream = list(
         client(shared).chat.completions.create(
@@ -289,7 +289,9 @@ def test_streamed_and_whole_are_the_same_answer(shared: Server, tiny_model: Path
 # ---- order and endings -----------------------------------------------------------------------
 
 
-def test_the_call_is_on_record_before_its_last_chunk(shared: Server, tiny_model: Path) -> None:
+def test_the_call_is_recorded_before_its_last_chunk_is_sent(
+    shared: Server, tiny_model: Path
+) -> None:
     shared.engine.says(["the weather is cold"])
     body = {"model": str(tiny_model), "messages": HELLO, "stream": True}
     headers = {"X-Hone-Rollout": "in-order"}
@@ -352,7 +354,9 @@ def abandoned_call(server: Server, rollout: str) -> Any:
     return call
 
 
-def test_a_client_that_leaves_a_stream_abandons_its_call(slow: Server, tiny_model: Path) -> None:
+def test_a_client_that_disconnects_during_a_stream_abandons_its_call(
+    slow: Server, tiny_model: Path
+) -> None:
     body = {"model": str(tiny_model), "messages": HELLO, "stream": True}
     url = f"{slow.inference_url}/rollout/gone/v1/chat/completions"
     with httpx.stream("POST", url, json=body) as answer:
@@ -371,7 +375,7 @@ def test_a_client_that_leaves_a_stream_abandons_its_call(slow: Server, tiny_mode
     assert seeds[0] != seeds[1], "an agent that broke off an answer and asks again gets another"
 
 
-def test_a_client_that_received_nothing_draws_the_same_answer_when_it_asks_again(
+def test_a_client_that_received_nothing_gets_the_same_answer_when_it_retries(
     slow: Server, tiny_model: Path
 ) -> None:
     body = {"model": str(tiny_model), "messages": HELLO}
@@ -385,7 +389,7 @@ def test_a_client_that_received_nothing_draws_the_same_answer_when_it_asks_again
     assert first == second != third
 
 
-def test_a_client_that_leaves_before_the_answer_abandons_its_call(
+def test_a_client_that_disconnects_before_the_answer_abandons_its_call(
     slow: Server, tiny_model: Path
 ) -> None:
     body = {"model": str(tiny_model), "messages": HELLO, "n": 1}
@@ -431,7 +435,7 @@ def test_a_request_that_outlasts_the_grace_of_a_stop_is_recorded_as_abandoned(
     again.store.close()
 
 
-def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
+def test_a_client_that_disconnects_during_a_pause_leaves_no_call(
     slow: Server, tiny_model: Path
 ) -> None:
     pause = slow.state.serving.engines.paused()
@@ -451,7 +455,7 @@ def test_a_client_that_leaves_while_serving_is_paused_leaves_nothing(
     assert slow.state.calls.rollout("") == []
 
 
-async def test_half_of_the_clients_leave_and_the_others_get_everything(
+async def test_half_of_the_clients_disconnect_and_the_others_get_complete_answers(
     slow: Server, tiny_model: Path
 ) -> None:
     async with httpx.AsyncClient(

@@ -84,7 +84,7 @@ def kinds(items: list[Any]) -> list[str]:
 # ---- answers ---------------------------------------------------------------------------------
 
 
-def test_a_response_says_what_was_fed_and_what_was_sampled(
+def test_a_response_has_the_prompt_ids_and_the_sampled_ids(
     create: Create, tokenizer: Any, shared: Server
 ) -> None:
     answer = create(
@@ -310,7 +310,7 @@ def continues(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_turns_by_items_and_by_previous_response_continue_the_very_ids(
+def test_turns_by_items_and_by_previous_response_continue_the_same_ids(
     make_server: MakeServer, tiny_model: Path, tokenizer: Any, stream: bool
 ) -> None:
     called = [*ids(tokenizer, "See. "), *ids(tokenizer, TWO_CALLS), tokenizer.eos_token_id]
@@ -396,7 +396,7 @@ def test_items_can_be_sent_back_as_references(
     assert spelt.prompt_token_ids == second.prompt_token_ids
 
 
-def test_what_a_request_names_is_as_limited_as_what_it_sends(
+def test_referenced_items_count_towards_the_size_limit(
     prose: Prose,
     create: Create,
     refused: Create,
@@ -519,7 +519,7 @@ def test_responses_that_are_not_stored(
     assert len(shared.state.calls.get([stored.call_id, unkept.call_id])) == 2
 
 
-def test_reasoning_comes_and_goes_as_items(
+def test_reasoning_is_returned_and_sent_back_as_items(
     prose: Prose, make_server: MakeServer, tmp_path: Path, tokenizer: Any
 ) -> None:
     tokenizer = build_tokenizer("qwen3")
@@ -645,7 +645,7 @@ def test_the_harness_sees_what_the_server_recorded(
     assert seen.parameters == {"stream": stream} or not stream
 
 
-def test_the_harness_sees_a_stream_as_far_as_it_came(
+def test_the_harness_sees_the_received_part_of_a_stream(
     shared: Server, create: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared.engine, "delay_s", 0.01)
@@ -770,7 +770,7 @@ async def test_a_response_from_outside_the_rollout_is_read_from_the_records(
         ({"stream_options": {"include_usage": True}}, "stream_options", "include_obfuscation"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_its_name(
+def test_unsupported_keys_are_refused_by_name(
     refused: Create, request_: dict[str, Any], param: str, words: str
 ) -> None:
     error = refused(**request_)
@@ -778,7 +778,7 @@ def test_what_cannot_be_answered_is_refused_by_its_name(
     assert words in error["message"]
 
 
-def test_what_asks_for_nothing_is_accepted(create: Create) -> None:
+def test_keys_with_neutral_values_are_accepted(create: Create) -> None:
     plain = create("ok")
     other = create(
         "ok",

@@ -1,4 +1,4 @@
-"""Rollouts: whose call it was, what it continues to the token, and what a restart remembers."""
+"""Rollouts: which calls belong to one, which ids they continue, also after a restart."""
 
 import logging
 import sqlite3
@@ -92,7 +92,7 @@ def turns(server: Server) -> Counter[tuple[str, str]]:
 # ---- exact turns -----------------------------------------------------------------------------
 
 
-def test_the_next_turn_continues_the_very_ids_that_were_sampled(
+def test_the_next_turn_continues_the_sampled_ids(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     server = make_server([spelt_out(tokenizer)])
@@ -117,7 +117,7 @@ def test_the_next_turn_continues_the_very_ids_that_were_sampled(
     assert taken_over.samples[0].value == len(ids(first)) + len(ids(second))
 
 
-def test_ordinary_serving_continues_them_too(
+def test_the_next_turn_continues_the_sampled_ids_outside_rollouts_too(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     server = make_server([spelt_out(tokenizer)])
@@ -129,7 +129,7 @@ def test_ordinary_serving_continues_them_too(
     assert [call.index for call in server.state.calls.rollout("")] == [0, 0, 0]
 
 
-def test_ordinary_serving_forgets_the_oldest(
+def test_outside_rollouts_the_oldest_calls_are_dropped(
     make_server: MakeServer, ask: Ask, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversations, "MAX_CALLS_OUTSIDE", 4)
@@ -142,7 +142,7 @@ def test_ordinary_serving_forgets_the_oldest(
         assert (follow["prompt_token_ids"][: len(before)] == before) is known
 
 
-def test_other_answers_and_other_conversations_are_told_apart(
+def test_changed_answers_and_other_conversations_are_distinguished(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     server = make_server([spelt_out(tokenizer)])
@@ -158,7 +158,7 @@ def test_other_answers_and_other_conversations_are_told_apart(
     }
 
 
-def test_a_restarted_server_continues_where_it_stood(
+def test_a_restarted_server_continues_the_sampled_ids(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     before = make_server([spelt_out(tokenizer)])
@@ -173,7 +173,7 @@ def test_a_restarted_server_continues_where_it_stood(
     assert after.engine.requests[0].sampling.seed == request_seed(None, "r", 1)
 
 
-def test_an_answer_that_nobody_received_is_not_continued(
+def test_an_answer_that_was_not_received_is_not_continued(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     before = make_server([spelt_out(tokenizer)])
@@ -189,7 +189,7 @@ def test_an_answer_that_nobody_received_is_not_continued(
     assert after.engine.requests[0].sampling.seed == request_seed(None, "r", 0), "draws it again"
 
 
-def test_a_rollout_that_left_the_memory_is_read_again(
+def test_an_evicted_rollout_is_read_from_the_store(
     make_server: MakeServer, ask: Ask, tokenizer: Any
 ) -> None:
     server = make_server([spelt_out(tokenizer)])
@@ -516,7 +516,7 @@ def test_a_rollout_may_be_sampled_at_another_temperature_than_its_requests_say(
 
 
 @pytest.mark.parametrize("value", ["warm", "-1", "nan", "inf", "101", "1_0", ""])
-def test_a_temperature_that_is_none_is_refused(
+def test_an_invalid_temperature_is_refused(
     prose: Prose, make_server: MakeServer, tiny_model: Path, http: httpx.Client, value: str
 ) -> None:
     server = make_server()
@@ -540,7 +540,7 @@ def test_a_temperature_that_is_none_is_refused(
         ("1", ""),
     ],
 )
-def test_a_step_that_is_none_is_refused(
+def test_an_invalid_step_is_refused(
     prose: Prose,
     make_server: MakeServer,
     tiny_model: Path,
@@ -626,7 +626,7 @@ def test_a_temperature_for_rollouts_needs_a_rollout(
     prose(answer.json()["error"]["message"])
 
 
-def test_a_refused_request_takes_no_place(
+def test_a_refused_request_has_no_index_in_its_rollout(
     make_server: MakeServer, ask: Ask, tiny_model: Path, http: httpx.Client
 ) -> None:
     server = make_server()
@@ -704,7 +704,7 @@ def test_a_name_in_the_agents_code_is_the_runs_model_inside_the_run_alone(
         assert http.post(runs, json=wrong).status_code == 422
 
 
-def test_a_run_tells_of_requests_that_named_no_rollout(
+def test_a_run_counts_requests_that_named_no_rollout(
     make_server: MakeServer, ask: Ask, tiny_model: Path, http: httpx.Client
 ) -> None:
     server = make_server()

@@ -1,4 +1,4 @@
-"""The training API over HTTP: models and jobs, and everything that may be wrong with them."""
+"""The training API over HTTP: models and jobs, and their invalid requests."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ async def test_a_model_is_registered_once(prose: Prose, open_api: Open):
     prose(answer["error"]["message"])
 
 
-async def test_a_model_is_registered_only_when_its_weights_were_found(
+async def test_a_model_is_registered_only_if_its_weights_exist(
     prose: Prose, open_api: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from huggingface_hub import constants
@@ -97,7 +97,7 @@ async def test_keys_of_other_programs_are_honoured_refused_or_named(prose: Prose
     prose(answer["error"]["message"])
 
 
-async def test_a_name_of_two_projects_is_asked_for_with_its_project(prose: Prose, api: Api):
+async def test_a_name_of_two_projects_is_requested_with_its_project(prose: Prose, api: Api):
     other = await api.register(project="other")
     assert other.inference_name == "other/agent"
     assert (await api.ask("GET", AGENT))["inference_name"] == "default/agent"
@@ -241,7 +241,7 @@ async def test_a_requested_learning_rate_replaces_the_list_of_the_model(open_api
     assert (await api.submit(config={"learning_rate": 1e-3})).config.learning_rate_of(1) == 1e-3
 
 
-async def test_jobs_are_listed_the_newest_first(api: Api):
+async def test_jobs_are_listed_newest_first(api: Api):
     await api.register(name="other")
     first = await api.submit()
     second = await api.submit(model="other")
@@ -280,7 +280,7 @@ async def test_a_wrong_config_is_refused_by_its_key(
     assert await api.ask("GET", JOBS) == []
 
 
-async def test_what_is_wrong_with_a_trajectory_is_named_by_its_path(api: Api):
+async def test_an_invalid_field_of_a_trajectory_is_named_by_its_path(api: Api):
     wrong = group(1.0, 0.0)
     wrong["trajectories"][1]["calls"][0]["completion_ids"][1] = 99999
     refusal = await api.refused(groups=[group(1.0, 0.0), wrong])
@@ -304,7 +304,7 @@ async def test_text_that_cannot_be_written_is_refused(prose: Prose, api: Api):
     prose(answer["error"]["message"])
 
 
-async def test_groups_of_one_name_the_baseline_to_set(prose: Prose, api: Api):
+async def test_the_error_for_groups_of_one_names_the_baseline_to_set(prose: Prose, api: Api):
     alone = [group(1.0), group(0.0)]
     refusal = await api.refused(groups=alone)
     assert refusal["error"]["param"] == "groups"
@@ -372,7 +372,7 @@ async def test_repeating_a_request_starts_a_job_that_was_queued_but_not_started(
     await api.ended(repeated)
 
 
-async def test_a_full_queue_refuses_new_jobs_and_knows_old_ones(open_api: Open):
+async def test_a_full_queue_refuses_new_jobs_and_accepts_repeated_ones(open_api: Open):
     api = await open_api(held=True, max_queued_jobs=2)
     await api.register()
     running = await api.submit()

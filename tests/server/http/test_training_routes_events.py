@@ -47,7 +47,7 @@ async def test_every_event_once_and_the_last_one_ends_it(queue: JobStore, job: s
     assert all(event.job == job and event.id == number for number, _, event in texts)
 
 
-async def test_goes_on_after_the_last_event_seen(queue: JobStore, job: str):
+async def test_a_stream_continues_after_the_last_event_id(queue: JobStore, job: str):
     queue.move(job, "running", attempts=1)
     queue.move(job, "cancelled")
     first, *_, end = queue.events(job)
@@ -79,7 +79,7 @@ async def test_an_event_of_another_thread_arrives_without_a_heartbeat(queue: Job
     thread.join()
 
 
-async def test_says_that_it_is_still_there(queue: JobStore, job: str):
+async def test_a_silent_stream_sends_heartbeats(queue: JobStore, job: str):
     stream = sse(queue.follow(job, queue.events(job)[-1].id, heartbeat_s=0.01))
     assert [await anext(stream) for _ in range(2)] == [": still here\n\n"] * 2
 

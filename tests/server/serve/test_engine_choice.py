@@ -63,7 +63,7 @@ def spec(name: str = "agent", **fields: Any) -> ModelSpec:
     return ModelSpec(name=name, base_model="tiny", **fields)
 
 
-def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(
+def test_auto_selects_vllm_if_it_is_installed_and_there_is_a_gpu(
     state: State, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choice(state, engine_python=python).describe() == "embedded"  # no GPU
@@ -76,7 +76,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_a_gpu_is_there(
     assert choice(state, engine_python=without).describe() == "embedded"
 
 
-def test_vllm_may_be_installed_beside_hone(
+def test_vllm_may_be_installed_in_another_environment(
     state: State, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --engine-python it is looked for in hone's own environment."""
@@ -87,15 +87,13 @@ def test_vllm_may_be_installed_beside_hone(
     assert choice(state).describe() == f"vLLM 0.30.1 of {python}"
 
 
-def test_vllm_without_a_gpu_is_served_where_it_is_asked_for(state: State, python: Path) -> None:
+def test_vllm_serves_without_a_gpu_if_it_is_requested(state: State, python: Path) -> None:
     assert choice(state, engine="vllm", engine_python=python).vllm is not None
     url = choice(state, engine_url="http://10.0.0.1:8000")
     assert (url.is_vllm, url.describe()) == (True, "vLLM at http://10.0.0.1:8000")
 
 
-def test_a_version_that_was_never_tried_is_refused(
-    prose: Prose, state: State, python: Path
-) -> None:
+def test_an_unsupported_vllm_version_is_refused(prose: Prose, state: State, python: Path) -> None:
     metadata = python.parent / "packages" / "vllm-0.30.1.dist-info" / "METADATA"
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.0\n")
     with pytest.raises(EngineError) as caught:
@@ -247,7 +245,7 @@ async def test_a_running_vllm_serves_what_hone_trained(
             assert (Path(path) / "adapter_model.safetensors").exists()
         assert standin.loaded == {} and not Path(path).exists()
     lines = [(one.getMessage(), getattr(one, "fields", None)) for one in caplog.records]
-    says = "vLLM was started by others: a publish is proved by log-probabilities alone"
+    says = "vLLM was not started by hone: a publish is proved by log-probabilities alone"
     assert lines.count((says, {"url": url})) == 1
 
 

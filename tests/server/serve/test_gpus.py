@@ -178,7 +178,7 @@ def test_stored_gpu_ids_that_are_refused_now_name_their_model(
         server.store.close()
 
 
-def test_numbers_are_among_those_that_the_server_sees(monkeypatch: pytest.MonkeyPatch):
+def test_gpu_ids_index_the_gpus_that_the_server_sees(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible([1, 0]) == {"CUDA_VISIBLE_DEVICES": "1,0"} and visible([]) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
@@ -196,9 +196,7 @@ def one_gpu_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:0"])
-def test_the_gpus_are_those_of_torch_whatever_the_driver(
-    one_gpu_for_torch: None, device: str | None
-):
+def test_the_gpus_are_those_that_torch_sees(one_gpu_for_torch: None, device: str | None):
     """WSL2 and ROCm have no /dev/nvidiactl."""
     assert num_gpus(device) == 1 and num_gpus("cpu") == 0
 

@@ -1,4 +1,4 @@
-"""How long the server held a call: while serving was paused, or its engine was not there."""
+"""How long the server held a call: while serving was paused, or its engine was not available."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ def test_calls_that_wait_at_the_same_time_count_once_for_their_rollout(clock: Cl
     assert holds.intervals("r") == [(100, 110)] and holds.open("r") == 0
 
 
-def test_what_no_longer_waits_is_not_kept_in_memory(clock: Clock) -> None:
+def test_ended_holds_are_not_kept_in_memory(clock: Clock) -> None:
     holds = Holds(max_rollouts=2)
     with holds.request("never held"), holds.request(""):
         pass
@@ -92,7 +92,7 @@ async def test_a_block_that_does_not_wait_holds_nothing(clock: Clock) -> None:
         assert hold.held_s == 5 and holds.intervals("r") == [(105, 110)]
 
 
-async def test_to_be_released_is_waited_for(clock: Clock) -> None:
+async def test_a_caller_can_wait_until_a_hold_ends(clock: Clock) -> None:
     holds = Holds()
     with holds.request("r") as hold:
         await holds.released("r", PATIENCE_S)  # it is not held
@@ -259,9 +259,7 @@ def test_the_load_of_an_engine_holds_its_requests(server: Server, tiny_model: Pa
     assert float(answer.result(PATIENCE_S).headers[HELD_HEADER]) >= waited >= 0.05
 
 
-def test_an_engine_that_was_closed_in_its_sleep_leaves_no_hold(
-    warm: Server, tiny_model: Path
-) -> None:
+def test_closing_a_sleeping_engine_leaves_no_hold(warm: Server, tiny_model: Path) -> None:
     with paused(warm):
         warm.call(warm.state.serving.engines.close_idle(-1))
     warm.engine.closed = False

@@ -1,4 +1,4 @@
-"""Serving: which weights answer to which name, what is loaded, and what is let go."""
+"""Serving: which weights answer to which name, what is loaded, and what is unloaded."""
 
 import asyncio
 import json
@@ -102,13 +102,13 @@ async def world(make_state: MakeState, tiny_model: Path, tokenizer: Any) -> Asyn
 # ---- base models -----------------------------------------------------------------------------
 
 
-async def test_an_engine_is_loaded_once_for_all_who_ask(world: World) -> None:
+async def test_concurrent_requests_share_one_engine_load(world: World) -> None:
     bases = await asyncio.gather(*(world.serving.engines.base(world.tiny) for _ in range(10)))
     assert all(base is bases[0] for base in bases)
     assert list(world.engines) == [world.tiny]
 
 
-async def test_a_failed_load_is_told_to_all_and_may_be_retried(world: World) -> None:
+async def test_a_failed_load_fails_all_its_requests_and_may_be_retried(world: World) -> None:
     world.broken = 1
     results = await asyncio.gather(
         *(world.serving.engines.base(world.tiny) for _ in range(3)), return_exceptions=True
@@ -117,7 +117,7 @@ async def test_a_failed_load_is_told_to_all_and_may_be_retried(world: World) -> 
     assert (await world.serving.engines.base(world.tiny)).engine is world.engines[world.tiny]
 
 
-async def test_a_client_that_leaves_does_not_stop_a_load(world: World) -> None:
+async def test_a_client_that_disconnects_does_not_stop_a_load(world: World) -> None:
     impatient = asyncio.create_task(world.serving.engines.base(world.tiny))
     await asyncio.sleep(0)
     impatient.cancel()
@@ -133,7 +133,7 @@ async def test_the_template_needs_no_engine(world: World) -> None:
     assert world.engines == {}
 
 
-async def test_the_fingerprint_is_of_weights_and_template(
+async def test_the_fingerprint_covers_weights_and_template(
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:
     language = await world.serving.engines.tokenizer(world.tiny)
@@ -192,7 +192,7 @@ async def test_an_argument_of_one_request_is_its_own_part(world: World, tmp_path
     assert differing(language.fingerprint, variant.fingerprint) == ["date"]
 
 
-async def test_the_hash_of_the_weights_is_noted_and_taken_again_when_they_change(
+async def test_the_hash_of_the_weights_is_cached_and_recomputed_when_they_change(
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:
     root, model = tmp_path / "state", write_model(tmp_path / "m", tokenizer)
@@ -284,7 +284,7 @@ async def test_inside_a_run_an_alias_means_the_runs_newest_step(prose: Prose, wo
     prose(caught)
 
 
-async def test_aliases_are_listed_if_they_can_be_asked_for(world: World) -> None:
+async def test_aliases_are_listed_if_they_can_be_requested(world: World) -> None:
     world.model("agent", steps=2)
     for one in ("one", "two"):
         world.model("twice", project=one)
@@ -325,7 +325,7 @@ async def test_a_rollout_may_be_answered_by_an_earlier_step_of_the_runs_model(wo
     assert outside.step == 3
 
 
-async def test_a_run_over_another_base_leaves_this_one_alone(
+async def test_a_run_of_another_base_model_does_not_change_this_one(
     world: World, tmp_path: Path, tokenizer: Any
 ) -> None:
     other = write_model(tmp_path / "judge", tokenizer, seed=3)
@@ -350,7 +350,7 @@ async def test_unknown_names_say_what_is_served(prose: Prose, world: World) -> N
     prose(caught)
 
 
-async def test_a_name_in_two_projects_must_say_which(prose: Prose, world: World) -> None:
+async def test_a_name_in_two_projects_needs_its_project(prose: Prose, world: World) -> None:
     world.model("agent", steps=1)
     world.model("agent", project="second", steps=2)
     with pytest.raises(Conflict) as caught:
@@ -360,7 +360,9 @@ async def test_a_name_in_two_projects_must_say_which(prose: Prose, world: World)
     assert (await world.serving.resolve("default/agent@1")).step == 1
 
 
-async def test_a_written_name_hides_no_model_of_another_project(prose: Prose, world: World) -> None:
+async def test_a_name_with_a_slash_hides_no_model_of_another_project(
+    prose: Prose, world: World
+) -> None:
     """ART's users write names with slashes: one called `p/m` is not project p's m."""
     written = stored_name("p/m")
     squatter = world.model(written, steps=2)
@@ -410,7 +412,7 @@ async def test_a_name_in_another_project_does_not_change_an_open_run(
     assert (raised.value.param, raised.value.code) == ("model", "model_ambiguous")
 
 
-async def test_a_written_name_does_not_hide_a_base_model_in_use(
+async def test_a_name_with_a_slash_does_not_hide_a_base_model_in_use(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -490,7 +492,7 @@ async def test_one_name_of_the_list_in_either_spelling(prose: Prose, world: Worl
 # ---- steps -----------------------------------------------------------------------------------
 
 
-async def test_a_step_is_what_name_means_only_once_promoted(world: World) -> None:
+async def test_a_name_refers_to_a_step_only_once_it_is_promoted(world: World) -> None:
     record = world.model(steps=1)
     assert (await world.serving.resolve("agent")).step == 1
     adapter = await world.serving.publish(record, world.write(record, 2))
@@ -534,7 +536,7 @@ async def test_after_a_restart_the_newest_good_checkpoint_answers(world: World) 
     await serving.close()
 
 
-async def test_adapters_leave_when_there_are_too_many_but_never_one_that_is_needed(
+async def test_adapters_above_the_limit_are_unloaded_unless_they_are_needed(
     world: World,
 ) -> None:
     record = world.model(steps=5)
@@ -572,7 +574,7 @@ async def test_a_step_still_to_be_proved_is_not_unloaded(world: World) -> None:
     assert unproved.sha256 in world.engines[world.tiny].published
 
 
-async def test_a_publish_does_not_wait_for_what_leaves(
+async def test_a_publish_does_not_wait_for_adapters_that_are_unloaded(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = world.model(steps=3)
@@ -622,7 +624,9 @@ async def test_equal_adapters_of_two_steps_are_loaded_once(world: World) -> None
 # ---- holding ---------------------------------------------------------------------------------
 
 
-async def test_while_paused_requests_wait_and_then_are_refused(prose: Prose, world: World) -> None:
+async def test_requests_wait_during_a_pause_and_are_refused_after_hold_s(
+    prose: Prose, world: World
+) -> None:
     await world.serving.engines.base(world.tiny)
     async with world.serving.engines.paused():
         waiting = asyncio.create_task(world.serving.engines.ready(world.tiny))
@@ -731,7 +735,7 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
 
 
 @pytest.mark.parametrize("ending", ["raises", "is cancelled", "cannot wake", "does not sleep"])
-async def test_no_pause_leaves_the_gate_shut(prose: Prose, world: World, ending: str) -> None:
+async def test_requests_continue_after_every_pause(prose: Prose, world: World, ending: str) -> None:
     asleep, slept = asyncio.Event(), asyncio.Event()
 
     class Restless(ScriptedEngine):
@@ -855,7 +859,7 @@ async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_i
     assert first.closed and not engines.outdated
 
 
-async def test_arguments_that_change_while_an_engine_loads_are_those_it_serves_with(
+async def test_arguments_that_change_while_an_engine_loads_are_used(
     world: World,
 ) -> None:
     engines, opened = world.serving.engines, list[ScriptedEngine]()
@@ -917,7 +921,7 @@ class _Unclosable(ScriptedEngine):
         raise Unreachable("the vLLM server that it used is gone")
 
 
-async def test_an_engine_that_does_not_close_is_replaced_all_the_same(world: World) -> None:
+async def test_an_engine_that_does_not_close_is_replaced_anyway(world: World) -> None:
     engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
     engines._open_engine = lambda _: _Unclosable(tokenizer=world.tokenizer)
     assert isinstance((await world.serving.engines.base(world.tiny)).engine, _Unclosable)
@@ -977,7 +981,7 @@ async def test_the_server_ends_while_an_idle_engine_closes(world: World) -> None
 
 
 @pytest.mark.parametrize("change", ["replaced", "failed"])
-async def test_an_engine_that_changes_while_another_one_closes_is_left_alone(
+async def test_an_engine_that_changes_while_another_one_closes_stays_open(
     world: World, tmp_path: Path, change: str
 ) -> None:
     engines, model = world.serving.engines, write_model(tmp_path / "second", world.tokenizer)
@@ -1004,7 +1008,7 @@ async def test_an_engine_that_changes_while_another_one_closes_is_left_alone(
     assert opened[0].closed and not opened[1].closed
 
 
-async def test_more_than_the_limit_at_once_is_too_many(prose: Prose, world: World) -> None:
+async def test_requests_beyond_max_concurrent_are_refused(prose: Prose, world: World) -> None:
     with world.serving.admitted(), world.serving.admitted():
         with pytest.raises(Busy) as raised, world.serving.admitted():
             pass

@@ -1,4 +1,4 @@
-"""An answer under way keeps the step that began it, whatever is published meanwhile."""
+"""An answer in progress keeps the step that began it when another step is published."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def fill(directory: Path) -> str:
     return "a" * 64
 
 
-def test_an_answer_under_way_names_the_step_that_began_it(
+def test_an_answer_in_progress_names_the_step_that_began_it(
     make_server: MakeServer, tiny_model: Path, tokenizer: Any
 ) -> None:
     engine = GatedEngine(["the weather in the city"], tokenizer=tokenizer)

@@ -39,7 +39,7 @@ class Answered:
         self.seen = self.store.get([call.id for call in calls])
 
 
-async def test_requests_that_end_together_are_all_on_record_when_they_go_on(store: Store) -> None:
+async def test_requests_that_end_together_continue_when_all_are_recorded(store: Store) -> None:
     calls = CallStore(store)
     recorder = Recorder(calls)
     made = [recorded(f"c{i}", [1, i], [7], rollout=f"r{i}") for i in range(20)]
@@ -66,7 +66,7 @@ async def test_a_request_that_cannot_be_recorded_fails_alone(store: Store) -> No
     assert requests[3].seen == []
 
 
-async def test_a_caller_that_leaves_undoes_nothing(store: Store) -> None:
+async def test_cancelling_a_caller_does_not_undo_its_recording(store: Store) -> None:
     calls = CallStore(store)
     recorder = Recorder(calls)
     left = asyncio.create_task(recorder.record(Answered(calls, recorded("c", [1], [2]))))

@@ -1,4 +1,4 @@
-"""What ART's clients say, read: model objects, training calls, logged trajectories."""
+"""Requests of ART's clients, translated: model objects, training calls, logged trajectories."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_a_model_object_becomes_a_spec() -> None:
 
 
 @pytest.mark.parametrize("internal", [None, {}, {"init_args": None, "trainer_args": None}])
-def test_null_sections_are_empty_ones(internal: Any) -> None:
+def test_null_sections_count_as_empty(internal: Any) -> None:
     spec = model_spec(ArtModel.model_validate(MODEL | {"_internal_config": internal}))
     assert (spec.defaults, spec.not_applicable) == ({}, [])
 
@@ -185,7 +185,7 @@ def test_a_wrong_learning_rate_is_named() -> None:
     assert caught.value.fields[0].path == ("config", "learning_rate")
 
 
-def test_what_is_asked_of_the_openai_server_is_named_not_followed(prose: Prose) -> None:
+def test_options_of_arts_openai_server_are_named_and_have_no_effect(prose: Prose) -> None:
     request = {"log_file": "x", "server_args": {"port": 9, "api_key": "k"}, "engine_args": None}
     assert server_keys(request) == ["log_file", "server_args.port"]
     with pytest.raises(ConfigError) as caught:
@@ -246,7 +246,7 @@ def test_a_logged_group_comes_back_as_it_was_sent(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [*sent, sent[0]]
 
 
-def test_half_a_line_of_a_crash_is_cut(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path) -> None:
     log_groups(tmp_path, 0, [])
     path = tmp_path / "trajectories" / "val" / "0000.jsonl"
     path.write_text('{"trajectories": [')

@@ -179,7 +179,7 @@ async def test_a_call_under_other_template_arguments_is_found_and_counted(world:
     assert resolved.counts == {"matched": 1, "other_template_args": 1}
 
 
-async def test_what_was_found_need_not_be_rendered(world: World):
+async def test_a_matched_call_is_not_rendered(world: World):
     """The harness of other systems drops tool calls and turns tools' answers into assistants'."""
     ids = world.ids('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
     call = world.add(ids)
@@ -213,7 +213,7 @@ async def test_its_prompt_continues_the_ids_of_the_turn_before(world: World):
     assert rest == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_also_where_that_turn_was_found(world: World):
+async def test_its_prompt_continues_the_ids_of_a_matched_turn(world: World):
     first, second = world.letters("Cold."), world.ids("Warm.")
     recorded = world.add(first, reply="Cold.")
     more = {"role": "user", "content": "And now?"}

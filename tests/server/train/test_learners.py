@@ -1,4 +1,4 @@
-"""When a base model's learner is there: ahead of its first job, once, and never for serving alone."""
+"""When a base model's learner is launched: before its first job, once, and never only to serve."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_the_first_job_finds_its_learner_already_there(tiny_model: Path, tmp_path: Path):
+async def test_the_learner_is_loaded_before_the_first_job(tiny_model: Path, tmp_path: Path):
     launches = Launches()
     async with SmallServer.started(tmp_path / "hone", start_learner=launches) as server:
         record = server.models.register(spec(tiny_model))
@@ -134,7 +134,7 @@ async def test_a_learner_that_cannot_be_launched_is_the_first_jobs_failure(
         assert job.failure is not None
         assert (job.failure.type, job.failure.message) == ("TrainingError", "there is no memory")
         assert launches.gave_way == [True, False]
-        assert "no learner could be launched ahead; the first job tries it" in caplog.text
+        assert "no learner could be launched in advance; the first job launches one" in caplog.text
         assert (await server.serving.resolve("agent")).step == 0  # and the server goes on
 
 

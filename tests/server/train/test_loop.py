@@ -1,4 +1,4 @@
-"""The server loop: what a job leaves behind, however it ends."""
+"""The server loop: the state after a job, however it ends."""
 
 import asyncio
 import secrets
@@ -261,7 +261,7 @@ async def test_cancelling_what_waits_or_has_ended(open_server: Open, tiny_model:
     assert server.event_types(waiting.id) == ["queued", "cancelled"]
 
 
-async def test_a_stopping_server_gives_its_job_back(open_server: Open, tiny_model: Path):
+async def test_a_stopping_server_requeues_its_job(open_server: Open, tiny_model: Path):
     server = await open_server("whole")
     record = server.models.register(spec(tiny_model))
     whole = await server.ended(server.submit(record, token_groups(100)).id)
@@ -354,7 +354,7 @@ async def test_the_picture_of_a_job_lies_beside_its_checkpoint(open_server: Open
     assert "packed_rows.png" in checkpoint.manifest["files"]
 
 
-def test_progress_is_told_now_and_then_and_at_the_start_of_each_phase():
+def test_progress_is_reported_at_intervals_and_at_the_start_of_each_phase():
     reports: list[tuple[str, int]] = []
     progress = ThrottledProgress(lambda at: reports.append((at["phase"], at["row"])))
     for phase, rows in (("old", 50), ("train", 50)):

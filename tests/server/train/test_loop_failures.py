@@ -1,4 +1,4 @@
-"""Jobs that go wrong: each says why, leaves the step before, and the next one runs."""
+"""Jobs that fail: each has its reason, the previous step stays served, and the next job runs."""
 
 import asyncio
 import errno
@@ -161,7 +161,7 @@ async def test_an_engine_that_keeps_the_old_adapter_fails_the_proof(
         assert second == not_proved
 
 
-async def test_what_was_not_proved_is_loaded_again_when_it_comes_again(
+async def test_an_unproved_step_is_loaded_again_when_it_is_retried(
     tiny_model: Path, tmp_path: Path
 ):
     engine = StuckEngine(Decoder.load(tiny_model), kv_budget_bytes=1 << 24)

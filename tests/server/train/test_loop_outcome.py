@@ -1,4 +1,4 @@
-"""What becomes of a job, over HTTP: events, tokens, checkpoints, a model that answers otherwise."""
+"""The results of a job, over HTTP: events, tokens, checkpoints, a model with other answers."""
 
 import json
 import zlib

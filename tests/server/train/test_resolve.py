@@ -15,7 +15,7 @@ from hone.types import Call, Failure
 # ---- by tokens --------------------------------------------------------------------------------
 
 
-async def test_tokens_are_taken_as_they_are(world: World):
+async def test_tokens_are_used_unchanged(world: World):
     one, two = by_tokens(), by_tokens(temperature=0.5, step=2, function="plan", forced=[0])
     resolved = await world.resolve(one, two)
     assert [t.calls for t in resolved.groups[0]] == [one.calls, two.calls]
@@ -40,7 +40,7 @@ async def test_wrong_tokens_are_refused_by_their_path(
     assert place_of(refusal) == f"groups.0.trajectories.1.calls.0.{path}"
 
 
-async def test_ids_of_other_models_are_their_own_business(world: World):
+async def test_ids_of_other_models_are_not_checked(world: World):
     other = Call(prompt_ids=[10**6], completion_ids=[10**6], trained=False)
     trajectory = Trajectory(calls=[other, *by_tokens().calls])
     resolved = await world.resolve(trajectory)
@@ -57,7 +57,7 @@ async def test_ids_of_other_models_are_their_own_business(world: World):
         {"step": 10**40},
     ],
 )
-def test_numbers_that_no_call_has_are_refused(wrong: dict[str, Any]):
+def test_impossible_numbers_are_refused(wrong: dict[str, Any]):
     fields: dict[str, Any] = {"prompt_ids": [5], "completion_ids": [6, 7]}
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         Call(**fields | wrong)

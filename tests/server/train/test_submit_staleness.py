@@ -22,7 +22,7 @@ async def world(world: World) -> World:
     return world
 
 
-def test_nothing_stale_is_trained_unless_it_is_asked_for():
+def test_stale_calls_are_trained_only_if_max_staleness_allows_it():
     assert TrainConfig().max_staleness == 0
 
 
@@ -75,7 +75,7 @@ async def test_answers_of_other_steps_are_refused_by_their_path(world: World, st
     ]
 
 
-async def test_older_ones_are_taken_as_far_as_is_allowed(world: World):
+async def test_older_answers_are_accepted_up_to_max_staleness(world: World):
     two, three = by_tokens(step=1), by_tokens(step=0)
     assert (await world.resolve(two, max_staleness=2)).counts == {"by_tokens": 1}
     assert "3 behind, and max_staleness is 2" in await world.refusal(three, max_staleness=2)

@@ -302,7 +302,7 @@ def check_logprobs(client: httpx2.Client, url: str, name: str) -> None:
     possible = [value for value in entries.values() if value > IMPOSSIBLE]
     if any(abs(value + math.log(len(possible))) > 1e-4 for value in possible):
         raise EngineError(
-            f"{url} gives a chance to tokens that it cannot draw. Start vLLM with "
+            f"{url} reports a probability above 0 for tokens that it cannot sample. Start vLLM with "
             "--logprobs-mode processed_logprobs."
         )
 

@@ -98,7 +98,7 @@ class HoneWorker:
             manager = self.model_runner.lora_manager
             _follow_slots(manager._adapter_manager)
             reading: _Reading | None = self.__dict__.get("hone_reading")
-            if reading is None or reading.taken or reading.path != path:
+            if reading is None or reading.used or reading.path != path:
                 self.__dict__["hone_reading"] = reading = _Reading(manager, path)
             return {"ready": reading.done}
         except Exception as error:  # noqa: BLE001  an error in a worker would end the engine
@@ -196,8 +196,8 @@ class _Reading:
     def __init__(self, manager: Any, path: str) -> None:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-        self.path, self.taken = path, False
-        vars(manager).pop("_load_adapter", None)  # of one that was not asked for
+        self.path, self.used = path, False
+        vars(manager).pop("_load_adapter", None)  # of an adapter that vLLM did not load
         load = manager._load_adapter
         request = LoRARequest(lora_name=path, lora_int_id=1, lora_path=path)
         self._lora = _hashers.submit(_read, load, request, manager.device)
@@ -206,10 +206,10 @@ class _Reading:
             if request.lora_path != path:
                 return load(request)
             vars(manager).pop("_load_adapter", None)
-            self.taken = True
+            self.used = True
             try:
                 lora = self._lora.result()
-            except Exception:  # noqa: BLE001  whatever it is, vLLM reports it for its own request
+            except Exception:  # noqa: BLE001  vLLM reports any error for its own request
                 return load(request)
             lora.id = request.lora_int_id
             return lora

@@ -7,6 +7,7 @@ Nothing depends on vLLM's defaults: the server is started so that no generation_
 and log-probabilities are temperature-scaled. A server that the user started is checked for this.
 """
 
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -116,21 +117,21 @@ def start_server(
     )
 
 
-def _length(name: str, files: ModelFiles, asked: Any, most: int) -> int:
-    """Most tokens of a sequence: those that were asked for, or `most` as far as the model goes."""
+def _length(name: str, files: ModelFiles, requested: Any, default: int) -> int:
+    """Maximum tokens of a sequence: `requested`, else `default` up to the model's limit."""
     limit, long_from = int(files.text_config["max_position_embeddings"]), _long_from(files)
     why = "that is its max_position_embeddings"
     if long_from is not None:
         limit = min(limit, long_from)
         why = "vLLM would use the long factors of its longrope for shorter sequences too"
-    if asked is not None and int(asked) > limit:
+    if requested is not None and int(requested) > limit:
         raise ConfigError(
-            f"engine_args.max_model_len: {asked}; {name!r} is served up to {limit} tokens: {why}. "
+            f"engine_args.max_model_len: {requested}; {name!r} is served up to {limit} tokens: {why}. "
             f"Set it to {limit} or less."
         )
-    if asked is None and long_from is not None and limit < most:
-        say(f"vLLM takes sequences of up to {limit} tokens: {why}", base_model=name)
-    return min(int(asked or most), limit)
+    if requested is None and long_from is not None and limit < default:
+        say(f"vLLM serves sequences of up to {limit} tokens: {why}", base_model=name)
+    return min(int(requested or default), limit)
 
 
 def _long_from(files: ModelFiles) -> int | None:
@@ -157,7 +158,10 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
     """A running vLLM server, for a model by name. Blocking."""
     files, url = find(name), url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx2.Client(timeout=CONNECT_S) as client:
+        # As aiohttp, which sends the requests: no proxy from the environment, and OpenSSL's
+        # certificates.
+        tls = ssl.create_default_context()
+        with httpx2.Client(timeout=CONNECT_S, trust_env=False, verify=tls) as client:
             version = client.get(f"{url}/version").raise_for_status().json()["version"]
             check_version(version, where=url)
             cards = client.get(f"{url}/v1/models").raise_for_status().json()["data"]
@@ -173,7 +177,7 @@ def find_server(name: str, url: str, *, max_length: int) -> VllmServer:
         raise EngineError(
             f"--engine-url {url}: no vLLM server with a model answers ({error!r})"
         ) from None
-    say("vLLM was started by others: a publish is proved by log-probabilities alone", url=url)
+    say("vLLM was not started by hone: a publish is proved by log-probabilities alone", url=url)
     return VllmServer(
         vocab=int(files.text_config["vocab_size"]),
         max_length=min(card["max_model_len"], max_length),

@@ -110,8 +110,8 @@ async def _llm(config: ToolkitLLMConfig, builder: Builder) -> AsyncIterator[LLM]
     name = next(key for key, held in builder.document.llms.items() if held is config)
     if not config.has_openai_api:
         raise ConfigError(
-            f"llms.{name}: has no base_url, so only functions and evaluators of NeMo Agent Toolkit "
-            f"can call it; for a function of hone, use _type: openai"
+            "has no base_url, so only functions and evaluators of NeMo Agent Toolkit "
+            "can call it; for a function of hone, use _type: openai"
         )
     key = getattr(config, "api_key", None)
     llm = llm_at(_openai(config), builder, name, openai_url(config), str(key or "default"))

@@ -249,7 +249,7 @@ class _Deltas:
         if self._out.unsent_bytes > MAX_UNSENT_BYTES:
             raise Unavailable(
                 f"the client has not read {self._out.unsent_bytes} bytes of its answer, and no more "
-                "are kept for it; read faster, or request less at once"
+                "are kept for it; read faster, or request fewer tokens at a time"
             )
         entries = None if self._logprobs is None else self._logprobs.write(tokens)
         if events := self._writer.delta(choice.index, choice.deltas(), entries):

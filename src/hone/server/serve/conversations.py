@@ -6,7 +6,7 @@ Out:  prompts to render, and the recorded calls they may continue
 The calls of an active rollout are in memory; otherwise they are read again from the CallStore, so a
 restarted server continues exactly. Calls outside any rollout share one bounded history per model:
 serving must continue a conversation as training does, or the policy would be trained on other
-prompts than it meets. Only calls of the same weights are continued.
+prompts than it answers. Only calls of the same weights are continued.
 """
 
 import hashlib

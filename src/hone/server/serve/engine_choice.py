@@ -158,7 +158,7 @@ class EngineChoice:
             changes = opened is not None and not opened.covers(plan)
             if changes and in_use:
                 raise ConfigError(
-                    f"engine_args: vLLM is answering for {spec.base_model!r} with other "
+                    f"engine_args: vLLM is serving {spec.base_model!r} with other "
                     "engine_args, rank or max_seq_length. Register the model again when nothing is "
                     "being answered."
                 )

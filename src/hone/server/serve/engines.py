@@ -64,10 +64,10 @@ class _Usage:
     """Held while the engine goes to sleep or wakes: both take seconds, and two jobs may train."""
     asleep: bool = False
     sampling: set[Hold] = field(default_factory=set[Hold])
-    """Requests that the engine has; those it has while it sleeps wait for it."""
+    """Requests in the engine; while it sleeps, they wait."""
 
     def switch(self, *, asleep: bool) -> None:
-        """The engine sleeps from now on, or does not."""
+        """Mark the engine as asleep or awake."""
         self.asleep = asleep
         for hold in self.sampling:
             hold.begin() if asleep else hold.end()
@@ -277,7 +277,7 @@ class Engines:
                 return
             try:
                 await usage.old.close()
-            except Exception as error:  # noqa: BLE001  it is given up: the next one is opened anyway
+            except Exception as error:  # noqa: BLE001  ignored: the next one is opened anyway
                 log.error("an engine did not close", exc_info=error)
             usage.old = None
 

@@ -1,4 +1,4 @@
-"""How long the server held requests: the time for which no engine was there to answer them.
+"""How long the server held requests: the time for which no engine was available.
 
 In:   requests, and when each begins and ends to wait for its engine
 Out:  the held time of each call; for how long a rollout was held, with the calls that wait now

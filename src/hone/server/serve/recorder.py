@@ -70,7 +70,7 @@ class Recorder:
         try:
             recorded = [request.make_calls() for request in requests]
             self._calls.add_all(recorded)
-        except Exception as error:  # noqa: BLE001  whatever it is, the request answers with it
+        except Exception as error:  # noqa: BLE001  any error is the answer to the request
             if len(requests) == 1:
                 return [error]
             return [self._record([request])[0] for request in requests]

@@ -113,7 +113,7 @@ class BaseTokenizer:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(turn.release)
 
-        # With the thread and not with the request, which may be cancelled before.
+        # By the thread and not by the request, which may be cancelled earlier.
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 

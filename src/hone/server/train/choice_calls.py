@@ -122,7 +122,7 @@ class ChoiceReader:
             raise  # every other conversation would take as long
         except TemplateError as error:
             raise InvalidField(
-                where, f"no call of this server is like it, and it cannot be rendered: {error}"
+                where, f"it matches no call of this server, and it cannot be rendered: {error}"
             ) from None
         self._counts["rerendered"] += 1
         return Call(
@@ -276,7 +276,7 @@ def _split(item: Any, where: FieldPath) -> tuple[dict[str, Any], Mapping[str, An
         )
     message = _message(item["message"], (*where, "message"))
     if message.get("role", "assistant") != "assistant":
-        raise InvalidField((*where, "message", "role"), f"a choice is not by {message['role']!r}")
+        raise InvalidField((*where, "message", "role"), f"a choice has the role 'assistant', not {message['role']!r}")
     return {"role": "assistant"} | message, item
 
 

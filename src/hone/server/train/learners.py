@@ -196,11 +196,11 @@ class Learners:
                 return
             learner = await self._launched(slot, tokenizer, gives_way=True)
             if not self._closed:
-                say("its learner loads ahead of the first job", base_model=tokenizer.name)
+                say("its learner is loaded before the first job", base_model=tokenizer.name)
                 await in_own_thread(learner.ready)
                 slot.died = None
-        except Exception as error:  # noqa: BLE001  whatever it is: the first job meets it again
-            text = "no learner could be launched ahead; the first job tries it"
+        except Exception as error:  # noqa: BLE001  any error: the first job gets it again
+            text = "no learner could be launched in advance; the first job launches one"
             log.warning(text, exc_info=error)
 
     async def _launched(

@@ -195,7 +195,7 @@ class TrainingService:
                             self._serving.release_unproved(base_model)
                 if not loop.retry_at:
                     loop.part.recover()
-            except Exception as error:  # noqa: BLE001  whatever it is: recorded in the job
+            except Exception as error:  # noqa: BLE001  any error is recorded in the job
                 ended = (self._stages.fail_or_requeue, loop.part, job, error)
                 wait_s = await asyncio.to_thread(*ended, closing=self._closing)
             loop.job = None

@@ -206,13 +206,13 @@ class _Resolver:
             )
         if rollout in self._rollouts:
             first = ".".join(map(str, self._rollouts[rollout]))
-            raise InvalidField(path, f"rollout {rollout!r} is at {first} too; train it once")
+            raise InvalidField(path, f"rollout {rollout!r} is at {first} too; send it once")
         self._rollouts[rollout] = path
         recorded = self._calls.rollout(rollout)
         if not recorded:
             raise InvalidField(
                 path,
-                f"nothing is recorded of rollout {rollout!r}: its agent called no model of this "
+                f"no call is recorded for rollout {rollout!r}: its agent called no model of this "
                 "server under that id, or its calls were pruned; open a run to keep them "
                 "(POST /v1/runs)",
             )
