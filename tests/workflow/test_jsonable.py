@@ -33,7 +33,7 @@ def test_what_json_cannot_hold_stands_there_as_text():
     value = {("a", 1): float("nan"), 3: {7}, None: Mute(), "c": circle, "n": 10**5000}
     value_read = json.loads(dumps(value))
     assert value_read["('a', 1)"] == "NaN" and value_read["3"] == [7]
-    assert value_read["null"] == "<Mute, whose text cannot be had: RuntimeError>"
+    assert value_read["null"] == "<Mute, whose str() failed: RuntimeError>"
     assert value_read["c"] == [1, "<holds itself>"]
     assert int(value_read["n"], 16) == 10**5000
     assert json.loads(dumps([1, Detached(a=2)])) == [1, "{'a': 2}"]
