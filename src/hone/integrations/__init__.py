@@ -1,1 +1,1 @@
-"""Guests: other toolkits, agent frameworks, services and file formats. Only the composition root and the command line import them."""
+"""Other toolkits, agent frameworks, services and file formats; only the composition root and the command line import them."""
