@@ -141,7 +141,7 @@ async def test_a_best_step_that_nothing_measured_is_refused(
 
 
 @pytest.mark.slow
-async def test_a_model_in_training_judges_answers_that_are_there(
+async def test_a_model_in_training_can_judge_existing_answers(
     make_server: MakeServer, tiny_model: Path, tmp_path: Path
 ):
     server = make_server(['{"reasoning": "so so", "score": 4}'])
@@ -166,7 +166,7 @@ async def test_a_model_in_training_judges_answers_that_are_there(
     assert len(server.engine.requests) == 4
 
 
-async def test_a_judge_that_nobody_serves_is_named(prose: Prose, tmp_path: Path):
+async def test_a_judge_that_is_not_served_is_named(prose: Prose, tmp_path: Path):
     bench = Workbench(tmp_path, "http://127.0.0.1:9")
     del bench.config["trainer_adapters"], bench.config["finetuning"]
     bench.config["eval"]["evaluators"] = {"judged": {"_type": "llm_judge", "llm": "policy"}}
