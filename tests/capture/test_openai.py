@@ -1,4 +1,4 @@
-"""What the harness sees of a call: whole, streamed, refused, broken off, repeated."""
+"""Calls that the harness captures: whole, streamed, refused, interrupted, retried."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Work in thread pools belongs to the rollout that gave it, and to no other."""
+"""Work in thread pools belongs to the rollout that submitted it, and to no other."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""A model as the judge, over real HTTP: what it is asked, what is read, what is kept."""
+"""A model as the judge, over real HTTP: its requests, its answers, its cache."""
 
 import asyncio
 import json

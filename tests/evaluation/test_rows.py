@@ -1,4 +1,4 @@
-"""Files of rows: what is read, and what is said of those that cannot be."""
+"""Files of rows: what is read, and the errors for files that cannot be read."""
 
 import datetime
 import decimal

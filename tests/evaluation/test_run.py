@@ -1,4 +1,4 @@
-"""An Evaluation: rollouts under one budget, scored, failures kept apart from scores."""
+"""An Evaluation: rollouts under one limit, scored, and failures separate from scores."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""intermediate_steps: the form, and there and back again."""
+"""intermediate_steps: their form, and the round trip through JSON."""
 
 import json
 from typing import Any

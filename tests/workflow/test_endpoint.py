@@ -1,4 +1,4 @@
-"""A failure of a workflow behind `--endpoint`: its cause travels, and this side knows the policy."""
+"""A failure of a workflow behind `--endpoint`: the service reports its cause, the client knows the policy."""
 
 import json
 import os

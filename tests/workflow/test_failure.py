@@ -1,4 +1,4 @@
-"""Why a rollout failed: whose doing it was, by what the agent raised and the answers before it."""
+"""Why a rollout failed, by the exception of the agent and the answers before it."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""Functions: what they take, what they run in, and under which name."""
+"""Functions: their arguments, their context, their names."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Whatever a workflow returns can be written, and read again by anybody."""
+"""Whatever a workflow returns can be written as JSON that every reader accepts."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""`llms:` entries: addresses, keys, what goes with every request."""
+"""`llms:` entries: addresses, keys, parameters of every request."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`_type: python`: targets, what they are called with, and what is wrong with them."""
+"""`_type: python`: targets, their arguments, and mistakes in them."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""One rollout: what comes out of it, whatever the agent does."""
+"""One rollout: its result, whatever the agent does."""
 
 import asyncio
 import contextvars
