@@ -55,7 +55,7 @@ async def test_all_fields_of_an_answer_are_captured():
     assert call.finish == "tool_calls"
     assert call.usage == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert (call.id, call.policy_step) == ("c-7", 4)
-    # What a hone server recorded is left with it; the ids stay.
+    # Logprobs that a hone server recorded stay there; the ids are captured.
     assert call.choices[0]["token_ids"] == [5, 6] and "logprobs" not in call.choices[0]
     assert call.seconds > 0 and call.started_at > 1e9
 
@@ -176,7 +176,7 @@ async def test_a_stream_without_usage_counts_its_token_ids():
     recorded_here = {"token_ids": [7, 8], "call_id": "c", "logprobs": logprobs}
     replies = [
         Reply(usage=False, more=recorded_here, top=ids),
-        Reply(usage=False, more={"logprobs": logprobs}),  # of a server that tells no ids
+        Reply(usage=False, more={"logprobs": logprobs}),  # a server that sends no ids
         Reply(usage=False),
     ]
     async with serving(Endpoint(*replies)) as url, client(url) as ask:
@@ -329,7 +329,7 @@ async def test_a_rollout_that_is_over_makes_no_more_calls():
                 await ask.chat.completions.create(model="m", messages=ASK)
         elsewhere, closed = recorded("r", host="models.example")
         closed.closed = True
-        with elsewhere:  # calls that would not be marked are nobody's business
+        with elsewhere:  # calls that would not be marked are not refused
             await judge.chat.completions.create(model="m", messages=ASK)
     assert recorder.sent == 1 and closed.sent == 0
     assert endpoint.header(ROLLOUT_HEADER) == ["r", None]
@@ -398,7 +398,7 @@ async def test_a_value_belongs_to_the_call_of_the_task_that_records_it():
             hone.step("its own", value=7)
     about = {step.value: step.about for step in recorder.steps}
     assert {value: calls[0] for value, calls in about.items()} == {1: 1, 5: 1, 0: 0, 7: 2}
-    # Where the likeliest call is not trained, the one answered before it is next.
+    # If the most likely call is not trained, the value goes to the one answered before it.
     assert about[7] == (2, 0, 1) and about[5] == (1,)
 
 

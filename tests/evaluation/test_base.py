@@ -181,7 +181,7 @@ async def test_the_timeout_of_an_evaluator_does_not_include_waiting_for_a_slot(p
     hung = await score(Slow(), item(60, id="7"), timeout_s=0.05)
     assert hung.failure is not None
     prose(hung.failure.message)
-    # Ten after another take longer than the time of one.
+    # Ten in a row take longer than the timeout of one.
     one_by_one = EvaluatorInfo(None, Slow(max_concurrency=1).evaluate)
     got = await asyncio.gather(*(score(one_by_one, item(0.04), timeout_s=0.3) for _ in range(10)))
     assert [one.value for one in got] == [1.0] * 10

@@ -111,7 +111,7 @@ def test_a_failure_is_written_without_an_output(tmp_path: Path):
         "traceback": "t",
         "place": "",
     }
-    # Read as a dataset, answered at last: the old failure is gone.
+    # Read as a dataset and answered now: the old failure is gone.
     again = answered(full_dataset_entry={"question": "q", "failure": entry["failure"]})
     assert "failure" not in opened(tmp_path).entry(again)
 
@@ -194,7 +194,7 @@ def test_jobs_have_directories_and_the_oldest_are_removed(tmp_path: Path):
         os.utime(out.path / "config_original.yml", (n, n))
         made.append(out.path)
     assert [path.exists() for path in made] == [False, True, True]
-    # What somebody put into a job's directory stays, and so does the directory.
+    # Files that a user put into a job's directory stay, and so does the directory.
     (made[1] / "mine.txt").write_text("precious")
     opened(tmp_path, job_management=jobs)
     assert [p.name for p in made[1].iterdir()] == ["mine.txt"]

@@ -101,7 +101,7 @@ async def test_a_judge_that_is_down_is_a_failure(endpoint: Endpoint, llm: LLM):
     got = await score(judge(llm), item("x"))
     assert got.value is None and got.failure is not None
     assert got.failure.type == "InternalServerError"
-    assert len(endpoint.requests) == 1  # the client tries again, not the judge
+    assert len(endpoint.requests) == 1  # the client retries, not the judge
 
 
 async def test_failed_requests_are_retried_by_the_client(endpoint: Endpoint, llm: LLM):
@@ -127,7 +127,7 @@ async def test_verdicts_are_cached(endpoint: Endpoint, llm: LLM, tmp_path: Path)
     endpoint.replies = [says(7)]
     cache = tmp_path / "kept"
     first = await score(judge(llm, cache), item("x"))
-    # Another judge, as the next run makes it, and ids do not matter.
+    # A new judge object, as in the next run; ids do not matter.
     assert await score(judge(llm, cache), item("x", id="other")) == first
     assert len(endpoint.requests) == 1
     endpoint.replies = [says(1), says(2)]
@@ -191,7 +191,7 @@ async def test_the_trajectory_evaluator_shows_the_conversation(endpoint: Endpoin
     reply = {"role": "assistant", "content": None, "tool_calls": [tool]}
     later = [
         {"role": "user", "content": "q"},
-        # As agents send it back: without what is empty, and with what answers have beside it.
+        # As agents send it back: without empty keys, and with further keys of answers.
         {"role": "assistant", "tool_calls": [tool], "refusal": None},
         {"role": "tool", "tool_call_id": "t", "content": "found"},
     ]

@@ -236,7 +236,7 @@ async def test_a_path_without_a_value_is_a_failure(prose: Prose, returned: Any):
     result = await run.run_item(run.items[0])
     assert result.scores == {} and result.rollout is not None
     failure = result.rollout.failure
-    # No model was asked, so it is not the model's doing.
+    # No model was called, so it is not the model's failure.
     assert failure is not None and (failure.kind, failure.reason) == (
         "infrastructure",
         "unparseable",

@@ -456,7 +456,7 @@ async def test_a_judge_is_built_from_the_yaml(endpoint: tuple[Endpoint, str], be
     says(endpoint, "a0")
     again = await bench.evaluate()
     assert [e.average_score for e in again.evaluators] == [1.0, 0.1]
-    assert len(endpoint[0].requests) == 1  # the workflow; what the judges said is known
+    assert len(endpoint[0].requests) == 1  # the workflow; the verdicts are cached
 
 
 async def test_an_invalid_evaluator_is_refused_when_it_is_built(prose: Prose, bench: Workbench):

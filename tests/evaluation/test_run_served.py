@@ -123,7 +123,7 @@ async def test_the_base_model_the_newest_step_and_any_other_are_evaluated(
             await trained.evaluate(wrong)
         prose(caught, served=served["port"])
     assert trained.steps == {(f"{name}@best", 1)}
-    # A model that nobody registered is the server's to name.
+    # The server reports a model that is not registered.
     summary = await trained.evaluate("nobody@3")
     assert summary.failed_items == 2 and "no model called 'nobody@3' is served" in summary.message
 
@@ -162,7 +162,7 @@ async def test_a_model_in_training_can_judge_existing_answers(
     assert not summary.failed, summary.message
     # 4 of 10; and two tokens each, where it is stopped.
     assert [one.average_score for one in summary.evaluators] == [0.4, 2.0]
-    # Two items, each asked about by two evaluators; the workflow asked nothing.
+    # Two items, each judged by two evaluators; the workflow made no call.
     assert len(server.engine.requests) == 4
 
 

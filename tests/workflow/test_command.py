@@ -99,7 +99,7 @@ async def test_the_environment_has_the_rollout_s_address(
     assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{rollout}/v1"
     assert env["ANTHROPIC_BASE_URL"] == rollout  # its client appends /v1/messages
     assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == derive_inference_key("secret")
-    assert "secret" not in env.values()  # it opens the training API
+    assert "secret" not in env.values()  # it is valid for the training API
     assert env["HONE_MODEL"] == env["OPENAI_MODEL"] == env["ANTHROPIC_MODEL"] == "tiny"
     assert (env["HONE_ROLLOUT"], env["MY_URL"]) == ("run:1", f"{rollout}/v1?m=tiny")
     assert (env["OTHER"], env["JSON"]) == ("kept", '{"a": {}}')
@@ -515,6 +515,6 @@ async def test_nothing_is_left_when_hone_is_stopped(
     assert len(alive(pids)) == 3 and len(list(nothing_is_left.iterdir())) == 1
     command.send_signal(number)
     await command.wait()
-    # A process of its own cleans up after SIGKILL.
+    # A separate process cleans up after SIGKILL.
     while alive(pids) or list(nothing_is_left.iterdir()):
         await asyncio.sleep(0.05)

@@ -505,7 +505,7 @@ HostileBody.__name__ = "APIStatusError"
 OUTSIDE, POLICY = "infrastructure", "policy"
 A, B = KeyError("square"), ValueError("x")
 TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
-    # An exception of the agent after an answer, of a class that nobody has heard of.
+    # An exception of the agent after an answer, of an unknown class.
     (KeyError("square"), ANSWERED, (POLICY, "agent_error")),
     (named("NobodyHasHeardOfIt"), ANSWERED, (POLICY, "agent_error")),
     (named("NobodyHasHeardOfIt"), (), (OUTSIDE, "agent_error")),
@@ -515,7 +515,7 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (RecursionError("too deep"), ANSWERED, (POLICY, "agent_error")),
     (asyncio.CancelledError("own task"), ANSWERED, (POLICY, "agent_error")),
     (subprocess.CalledProcessError(1, "python"), ANSWERED, (POLICY, "agent_error")),
-    # The agent's own word.
+    # The agent says it, by hone's exceptions.
     (PolicyFailure("x", reason="step_limit"), (), (POLICY, "step_limit")),
     (chained(PolicyFailure("x"), ConnectionError()), ANSWERED, (POLICY, "policy")),
     (chained(RuntimeError("tool"), PolicyFailure("x")), ANSWERED, (POLICY, "policy")),
@@ -773,7 +773,7 @@ async def test_an_exception_after_a_frozen_model_s_answer_is_not_the_policy_s():
     [
         ((), "infrastructure"),
         ((YES,), "policy"),
-        ((YES, unanswered(error=UNANSWERED, status=None)), "policy"),  # it would go on for ever
+        ((YES, unanswered(error=UNANSWERED, status=None)), "policy"),  # it would never end
         ((YES, unanswered(error="HTTP 503", status=503)), "infrastructure"),  # it waits to retry
     ],
 )

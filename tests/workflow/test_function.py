@@ -95,7 +95,7 @@ async def variadic(*args: Any, **kwargs: Any) -> Any:
         (board, '{"cells": ["x"], "turn": "o"}', Board(cells=["x"], turn="o")),
         (search, "plain words", ("plain words", 5)),
         (search, '{"query": "q", "limit": "2"}', ("q", 2)),
-        # JSON, but not these parameters: it is the text that was meant.
+        # JSON, but not these parameters: the text itself is the input.
         (search, '{"board": 1}', ('{"board": 1}', 5)),
         (add, '{"a": 1, "b": 2}', 3),
         (add, {"a": "1", "b": 2}, 3),

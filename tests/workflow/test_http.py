@@ -122,7 +122,7 @@ async def test_a_string_is_sent_as_text_and_get_sends_nothing(tmp_path: Path):
 async def test_the_output_may_be_a_part_of_the_response(prose: Prose, tmp_path: Path):
     service = Service(b'{"choices": [{"message": {"content": "four"}}], "n": 2}')
     async with serving(service) as url:
-        # A service that speaks the OpenAI API is still no model: its request is not a call.
+        # Even if the service has an OpenAI API, the request to it is not a model call.
         ask = {"url": f"{url}/v1/chat/completions"}
         path = "$.choices[0].message.content"
         result = await result_of(tmp_path, {**ask, "output_path": path}, host="127.0.0.1")

@@ -192,7 +192,7 @@ async def test_in_a_training_run_the_role_of_an_entry_decides_its_model_name(tmp
     entry = "_type: openai, model: base, base_url: 'http://127.0.0.1:7/v1'"
     assert (await made(tmp_path, entry, served, target="chat")).model == "mine"
     assert (await made(tmp_path, entry, served, target="other")).model == "mine@0"
-    # Elsewhere, as in `hone eval`, it asks for what it says.
+    # Outside a training run, as in `hone eval`, an entry sends its own model name.
     assert (await made(tmp_path, entry, served)).model == "base"
 
 
