@@ -1,4 +1,4 @@
-"""ART's advanced options as hone's: of a model, of its engine, of a training call.
+"""Translate ART's advanced options to hone's: those of a model, its engine and a training call.
 
 In:   `_internal_config` of a model, `_config` and the keywords of `train`, as ART's users write them
 Out:  fields of ModelSpec, keys of TrainConfig; a ConfigError for what hone cannot do

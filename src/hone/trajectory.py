@@ -38,7 +38,7 @@ from hone.types import Call, Failure, Messages, MessagesAndChoices, Strict, Tool
 
 
 def _is_none(value: object) -> bool:
-    """Most trajectories note no policy version; the fields are then not written."""
+    """Most trajectories have no policy version; the fields are then not written."""
     return value is None
 
 
@@ -97,7 +97,7 @@ class Trajectory(History):
     metadata: dict[str, float | int | str | bool | None] = {}
     logs: list[str] = []
     initial_policy_version: int | None = Field(default=None, exclude_if=_is_none)
-    """The step that it was begun with, if its author notes it; recorded calls have their own."""
+    """The step at its start, if its author sets it; recorded calls have their own."""
     final_policy_version: int | None = Field(default=None, exclude_if=_is_none)
     start_time: datetime = Field(default_factory=datetime.now, exclude=True)
     _started: float = PrivateAttr(default=0.0)

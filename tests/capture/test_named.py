@@ -49,7 +49,7 @@ async def test_calls_carry_the_path_of_the_functions_that_make_them():
     assert plan.__name__ == "plan"
 
 
-async def test_one_name_may_be_open_in_several_tasks_at_once():
+async def test_one_name_may_be_open_in_several_tasks():
     named, both, left = hone.function("planner"), asyncio.Barrier(2), asyncio.Event()
 
     async def first() -> list[str]:
@@ -81,7 +81,7 @@ async def test_one_name_may_be_open_in_several_tasks_at_once():
         assert path() == "agent"
 
 
-def test_what_cannot_be_named_is_refused(prose: Prose):
+def test_generators_and_invalid_names_are_refused(prose: Prose):
     async def streaming():
         yield 1
 

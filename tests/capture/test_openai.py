@@ -1,4 +1,4 @@
-"""What the harness sees of a call: whole, streamed, refused, broken off, repeated."""
+"""Calls that the harness captures: whole, streamed, refused, interrupted, retried."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def only(recorder: Recorder) -> SeenCall:
     return call
 
 
-async def test_an_answer_is_seen_whole():
+async def test_all_fields_of_an_answer_are_captured():
     reply = Reply(
         "the sum",
         tools=[("add", '{"a": 1}')],
@@ -55,7 +55,7 @@ async def test_an_answer_is_seen_whole():
     assert call.finish == "tool_calls"
     assert call.usage == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert (call.id, call.policy_step) == ("c-7", 4)
-    # What a hone server recorded is left with it; the ids stay.
+    # Logprobs that a hone server recorded stay there; the ids are captured.
     assert call.choices[0]["token_ids"] == [5, 6] and "logprobs" not in call.choices[0]
     assert call.seconds > 0 and call.started_at > 1e9
 
@@ -73,7 +73,7 @@ async def test_logprobs_of_a_foreign_server_are_kept():
     assert (call.id, call.policy_step) == ("answer-1", None)
 
 
-async def test_calls_apart_name_whose_they_are_and_no_rollout():
+async def test_calls_outside_rollouts_carry_only_the_function():
     endpoint = Endpoint()
     async with serving(endpoint) as url, client(url) as ask:
         with outside_rollouts("<evaluation>", host="127.0.0.1"):
@@ -102,7 +102,7 @@ REPLIES = [
 
 @pytest.mark.parametrize("reply", REPLIES)
 @pytest.mark.parametrize("library", [httpx, httpx2])
-async def test_a_stream_says_what_the_whole_answer_says(reply: Reply, library: Any):
+async def test_a_stream_is_captured_like_a_whole_answer(reply: Reply, library: Any):
     async with serving(Endpoint(reply, reply)) as url, client(url) as ask:
         rollout, recorder = recorded()
         with rollout:
@@ -129,7 +129,7 @@ async def test_a_stream_reaches_the_openai_client_unchanged():
     assert call.reply == {"role": "assistant", "content": "hello"} and call.error is None
 
 
-async def test_sync_clients_in_threads_are_seen_too():
+async def test_sync_clients_in_threads_are_captured_too():
     endpoint = Endpoint(Reply("one"), Reply("two"))
     async with serving(endpoint) as url:
 
@@ -156,7 +156,7 @@ async def test_a_compressed_stream_is_read():
     assert only(recorder).reply == {"role": "assistant", "content": "squeezed"}
 
 
-async def test_a_stream_that_is_left_says_so_and_what_came():
+async def test_an_abandoned_stream_has_an_error_and_its_partial_answer():
     async with serving(Endpoint(Reply("a long answer" * 200))) as url, client(url) as ask:
         rollout, recorder = recorded()
         with rollout:
@@ -170,13 +170,13 @@ async def test_a_stream_that_is_left_says_so_and_what_came():
     assert call.reply is not None and call.reply["content"].startswith("a")
 
 
-async def test_a_stream_without_usage_counts_the_tokens_it_brought():
+async def test_a_stream_without_usage_counts_its_token_ids():
     ids = {"prompt_token_ids": [1, 2, 3, 4]}
     logprobs = {"content": [{"token": t, "logprob": -1.0} for t in "abc"]}
     recorded_here = {"token_ids": [7, 8], "call_id": "c", "logprobs": logprobs}
     replies = [
         Reply(usage=False, more=recorded_here, top=ids),
-        Reply(usage=False, more={"logprobs": logprobs}),  # of a server that tells no ids
+        Reply(usage=False, more={"logprobs": logprobs}),  # a server that sends no ids
         Reply(usage=False),
     ]
     async with serving(Endpoint(*replies)) as url, client(url) as ask:
@@ -192,7 +192,7 @@ async def test_a_stream_without_usage_counts_the_tokens_it_brought():
     ]
 
 
-async def test_a_stream_that_breaks_is_seen_as_far_as_it_came():
+async def test_a_broken_stream_has_an_error_and_its_partial_answer():
     async with serving(Endpoint(Reply("abcdef", cut_after=4))) as url, client(url) as ask:
         rollout, recorder = recorded()
         # openai wraps what breaks in the middle of a stream, or lets the library's own pass.
@@ -205,7 +205,7 @@ async def test_a_stream_that_breaks_is_seen_as_far_as_it_came():
     assert call.error is not None and "RemoteProtocolError" in call.error
 
 
-async def test_a_refusal_is_seen_with_its_reason():
+async def test_an_error_response_is_captured_with_its_reason():
     error = {"error": {"message": "no model is called 'm'", "code": "model_not_found"}}
     async with serving(Endpoint(Reply(status=404, error=error))) as url, client(url) as ask:
         rollout, recorder = recorded()
@@ -217,7 +217,7 @@ async def test_a_refusal_is_seen_with_its_reason():
     assert call.messages == ASK
 
 
-async def test_a_call_that_reaches_nobody_is_seen():
+async def test_a_call_that_cannot_connect_is_captured():
     rollout, recorder = recorded()
     with rollout, pytest.raises(openai.APIConnectionError):
         async with client("http://127.0.0.1:9/v1") as ask:
@@ -243,7 +243,7 @@ async def test_a_client_s_own_retry_is_the_same_call():
     assert second.index == 1 and first.seconds > second.seconds
 
 
-async def test_retries_of_equal_calls_at_once_are_not_confused():
+async def test_retries_of_equal_concurrent_calls_are_not_confused():
     broken = [Reply(status=500)] * 8
     async with serving(Endpoint(*broken)) as url, client(url, max_retries=1) as ask:
         rollout, recorder = recorded()
@@ -254,7 +254,7 @@ async def test_retries_of_equal_calls_at_once_are_not_confused():
     assert [call.status for call in recorder.calls] == [200] * 8
 
 
-async def test_a_call_under_way_is_there_and_says_so():
+async def test_a_call_in_progress_is_listed_as_unanswered():
     gate = asyncio.Event()
     async with serving(Endpoint(Reply(gate=gate))) as url, client(url) as ask:
         rollout, recorder = recorded()
@@ -269,7 +269,7 @@ async def test_a_call_under_way_is_there_and_says_so():
         assert only(recorder).error is None
 
 
-async def test_a_cancelled_call_is_seen_as_cancelled():
+async def test_a_cancelled_call_is_captured_as_cancelled():
     async with serving(Endpoint(Reply(gate=asyncio.Event()))) as url, client(url) as ask:
         rollout, recorder = recorded()
         with rollout:
@@ -283,7 +283,7 @@ async def test_a_cancelled_call_is_seen_as_cancelled():
     assert only(recorder).error == "CancelledError"
 
 
-async def test_the_other_two_apis_are_seen():
+async def test_the_other_two_apis_are_captured():
     replies = Reply("plain"), Reply("both", tools=[("add", "{}")], finish="length")
     async with serving(Endpoint(*replies)) as url, client(url) as ask:
         rollout, recorder = recorded()
@@ -304,7 +304,7 @@ async def test_the_other_two_apis_are_seen():
     assert answer.usage == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
 
 
-async def test_other_hosts_are_seen_and_not_told():
+async def test_calls_to_other_hosts_are_captured_and_not_marked():
     endpoint = Endpoint()
     async with serving(endpoint) as url, client(url) as ask:
         rollout, recorder = recorded("r", host="models.example:8000")
@@ -329,13 +329,13 @@ async def test_a_rollout_that_is_over_makes_no_more_calls():
                 await ask.chat.completions.create(model="m", messages=ASK)
         elsewhere, closed = recorded("r", host="models.example")
         closed.closed = True
-        with elsewhere:  # calls that would not be marked are nobody's business
+        with elsewhere:  # calls that would not be marked are not refused
             await judge.chat.completions.create(model="m", messages=ASK)
     assert recorder.sent == 1 and closed.sent == 0
     assert endpoint.header(ROLLOUT_HEADER) == ["r", None]
 
 
-async def test_rollouts_at_once_each_see_their_own():
+async def test_concurrent_rollouts_capture_their_own_calls():
     async with serving(Endpoint()) as url, client(url) as ask:
 
         async def play(number: int) -> list[str]:
@@ -369,7 +369,7 @@ async def test_steps_know_how_many_calls_were_sent_before_them():
     assert second.function == "<workflow>.judge"
 
 
-async def test_a_value_belongs_to_the_call_of_the_task_that_notes_it():
+async def test_a_value_belongs_to_the_call_of_the_task_that_records_it():
     """Two calls in flight; the one sent first is answered and judged last."""
     gates = [asyncio.Event(), asyncio.Event()]
     endpoint = Endpoint(Reply(gate=gates[0]), Reply(gate=gates[1]))
@@ -398,11 +398,11 @@ async def test_a_value_belongs_to_the_call_of_the_task_that_notes_it():
             hone.step("its own", value=7)
     about = {step.value: step.about for step in recorder.steps}
     assert {value: calls[0] for value, calls in about.items()} == {1: 1, 5: 1, 0: 0, 7: 2}
-    # Where the likeliest call is not trained, the one answered before it is next.
+    # If the most likely call is not trained, the value goes to the one answered before it.
     assert about[7] == (2, 0, 1) and about[5] == (1,)
 
 
-async def test_a_value_noted_in_a_thread_belongs_to_the_call_of_that_thread():
+async def test_a_value_recorded_in_a_thread_belongs_to_the_call_of_that_thread():
     """All calls are answered before any value is noted."""
     answered = threading.Barrier(4, timeout=PATIENCE_S)
     async with serving(Endpoint()) as url:
@@ -425,7 +425,7 @@ async def test_a_value_noted_in_a_thread_belongs_to_the_call_of_that_thread():
     }
 
 
-def test_a_step_outside_a_rollout_of_the_harness_is_nothing(prose: Prose):
+def test_a_step_outside_a_rollout_of_the_harness_is_ignored(prose: Prose):
     hone.step("anywhere", value=0.5)
     with hone.rollout():
         hone.step("the SDK keeps none")

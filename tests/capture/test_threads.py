@@ -1,4 +1,4 @@
-"""Work in thread pools belongs to the rollout that gave it, and to no other."""
+"""Work in thread pools belongs to the rollout that submitted it, and to no other."""
 
 import asyncio
 import functools
@@ -26,7 +26,7 @@ def here(_: object = None) -> str | None:
     return None if scope is None else scope.rollout
 
 
-def test_each_piece_of_work_keeps_the_scope_it_was_given_in():
+def test_submitted_work_runs_in_the_scope_of_its_submitter():
     with ThreadPoolExecutor(1) as pool:  # one thread, started inside the first rollout
         with hone.rollout("a"):
             assert pool.submit(here).result() == "a"
@@ -37,7 +37,7 @@ def test_each_piece_of_work_keeps_the_scope_it_was_given_in():
         assert inside.result() == "b"
 
 
-def test_work_given_outside_a_scope_has_none_although_another_is_open():
+def test_work_submitted_outside_a_scope_has_no_scope():
     opened, done = threading.Event(), threading.Event()
 
     def play() -> None:
@@ -53,7 +53,7 @@ def test_work_given_outside_a_scope_has_none_although_another_is_open():
         playing.result()
 
 
-def test_arguments_errors_and_the_class_itself_are_as_before():
+def test_the_patch_keeps_arguments_and_errors_and_is_removed():
     with hone.rollout(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(divmod, 7, 2).result() == (3, 1)
         assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
@@ -61,7 +61,7 @@ def test_arguments_errors_and_the_class_itself_are_as_before():
     assert ThreadPoolExecutor.__dict__["submit"] is SUBMIT
 
 
-def test_a_scope_that_could_not_open_leaves_the_next_one_whole(
+def test_a_scope_that_failed_to_open_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # A client library that cannot be imported, and then can.
@@ -96,7 +96,7 @@ class Threads(Executor):
 
 
 @pytest.mark.parametrize("run", [asyncio.run, run_loop])
-def test_run_in_executor_keeps_the_scope_in_whatever_executor(run: Callable[..., Any]):
+def test_run_in_executor_keeps_the_scope_with_any_executor(run: Callable[..., Any]):
     async def main() -> list[Any]:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as pool, hone.rollout("r"):
@@ -108,7 +108,7 @@ def test_run_in_executor_keeps_the_scope_in_whatever_executor(run: Callable[...,
     assert asyncio.BaseEventLoop.run_in_executor is before
 
 
-def test_somebody_else_s_patch_over_ours_survives(monkeypatch: Any):
+def test_another_patch_over_ours_survives(monkeypatch: Any):
     counted: list[Callable[..., Any]] = []
     with hone.rollout("r"):
         ours = ThreadPoolExecutor.submit
@@ -140,7 +140,7 @@ class Bound:
         raise AssertionError(f"called without an instance: {fn!r}")
 
 
-def test_somebody_else_s_patch_under_ours_is_called_as_a_method(monkeypatch: Any):
+def test_another_patch_under_ours_is_called_as_a_method(monkeypatch: Any):
     for kind, name in (
         (ThreadPoolExecutor, "submit"),
         (asyncio.BaseEventLoop, "run_in_executor"),

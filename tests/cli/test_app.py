@@ -1,4 +1,4 @@
-"""cli/app.py: what is printed where, and with which exit code."""
+"""cli/app.py: what is printed where, and with which exit status."""
 
 import os
 import subprocess

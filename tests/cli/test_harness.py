@@ -1,4 +1,4 @@
-"""cli/harness.py and cli/terminal.py: finetune, eval, run, validate, info, as one types them."""
+"""cli/harness.py and cli/terminal.py: finetune, eval, run, validate, info, as users type them."""
 
 import json
 import logging

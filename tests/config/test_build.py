@@ -1,4 +1,4 @@
-"""build.py: components are made when asked for, once, and closed in reverse, whatever happened."""
+"""build.py: components are built at first use, once, and closed in reverse order, also after a failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""load.py: what YAML, the environment and other files become, and where each value stood."""
+"""load.py: values of YAML, the environment and other files, and the place of each value."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""override.py: text from `-o` and the environment becomes what the schema wants there."""
+"""override.py: text from `-o` and the environment gets the type that the schema has there."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""plugins.py: a package that is installed is found; one that is broken is told, and stops nobody."""
+"""plugins.py: an installed package is discovered; a broken one is reported, and the others load."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""registry.py: what may be registered, under which name, and what is said of other names."""
+"""registry.py: what may be registered, under which names, and the errors for other names."""
 
 import re
 from collections.abc import AsyncIterator

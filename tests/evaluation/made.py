@@ -1,4 +1,4 @@
-"""Items, calls and steps as tests need them: what is not said is plain."""
+"""Items, calls and steps for tests, with defaults for fields that a test does not set."""
 
 from typing import Any
 

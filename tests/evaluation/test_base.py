@@ -76,7 +76,7 @@ def test_numbers_of_other_types_are_numbers(returned: Any, value: float):
         *(numpy.array([0.5]), torch.tensor([0.5]), numpy.str_("0.5"), numpy.complex64(1)),
     ],
 )
-async def test_what_is_no_finite_number_is_a_failure(prose: Prose, returned: Any):
+async def test_a_value_that_is_not_a_finite_number_is_a_failure(prose: Prose, returned: Any):
     got = await score(Says(), item(returned, id="row-7"))
     assert got.value is None
     assert got.failure is not None
@@ -90,7 +90,7 @@ async def test_an_exception_is_a_failure_with_its_traceback():
     assert "in evaluate_item" in got.failure.traceback
 
 
-async def test_cancelling_is_no_failure_of_the_evaluator():
+async def test_cancellation_is_not_a_failure_of_the_evaluator():
     task = asyncio.create_task(score(Says(), item(1)))
     await asyncio.sleep(0)
     task.cancel()
@@ -98,14 +98,14 @@ async def test_cancelling_is_no_failure_of_the_evaluator():
         await task
 
 
-def test_an_error_beside_a_score_wins():
+def test_an_error_takes_precedence_over_a_score():
     got = score_of(EvalOutputItem(id="i", score=0.0, reasoning="r", error="the judge is down"))
     assert got == Score(
         None, "r", Failure(type="EvaluatorError", message="the judge is down", traceback="")
     )
 
 
-async def test_the_mean_is_over_what_was_scored_and_not_rounded():
+async def test_the_mean_is_over_scored_items_and_not_rounded():
     items = [item(v, id=str(n)) for n, v in enumerate([1, 0, 0, ValueError("no"), math.nan])]
     output = await Says().evaluate(EvalInput(eval_input_items=items))
     assert output.average_score == pytest.approx(1 / 3, abs=1e-12)
@@ -126,14 +126,14 @@ async def test_nothing_scored_has_no_mean():
     assert output_of([]) == EvalOutput(average_score=None, eval_output_items=[])
 
 
-async def test_no_more_at_a_time_than_max_concurrency():
+async def test_max_concurrency_is_not_exceeded():
     evaluator = Says(max_concurrency=2)
     await asyncio.gather(*(score(evaluator, item(n, id=str(n))) for n in range(9)))
     assert evaluator.most == 2
     assert evaluator.tqdm_desc == "says"
 
 
-async def test_a_function_of_many_items_is_asked_about_one():
+async def test_a_function_of_many_items_is_called_with_one():
     seen = []
 
     async def evaluate_fn(eval_input: EvalInput) -> EvalOutput:
@@ -152,7 +152,7 @@ async def test_the_failures_of_a_class_behind_a_function_keep_their_traceback():
     assert got.failure is not None and "in evaluate_item" in got.failure.traceback
 
 
-async def test_a_function_that_answers_for_another_item_has_failed(prose: Prose):
+async def test_a_result_for_another_item_is_a_failure(prose: Prose):
     async def evaluate_fn(eval_input: EvalInput) -> EvalOutput:
         return EvalOutput(eval_output_items=[EvalOutputItem(id="other", score=1)])
 
@@ -172,7 +172,7 @@ def test_a_copy_is_checked():
         item("a").copy_with_updates(outptu_obj="b")
 
 
-async def test_an_evaluator_has_its_time_and_waiting_for_its_turn_is_not_part_of_it(prose: Prose):
+async def test_the_timeout_of_an_evaluator_does_not_include_waiting_for_a_slot(prose: Prose):
     class Slow(BaseEvaluator):
         async def evaluate_item(self, item: EvalInputItem) -> EvalOutputItem:
             await asyncio.sleep(item.output_obj)
@@ -181,7 +181,7 @@ async def test_an_evaluator_has_its_time_and_waiting_for_its_turn_is_not_part_of
     hung = await score(Slow(), item(60, id="7"), timeout_s=0.05)
     assert hung.failure is not None
     prose(hung.failure.message)
-    # Ten after another take longer than the time of one.
+    # Ten in a row take longer than the timeout of one.
     one_by_one = EvaluatorInfo(None, Slow(max_concurrency=1).evaluate)
     got = await asyncio.gather(*(score(one_by_one, item(0.04), timeout_s=0.3) for _ in range(10)))
     assert [one.value for one in got] == [1.0] * 10

@@ -74,7 +74,7 @@ def test_tool_calls(output: Any, expected: Any, options: Any, right: float):
     assert value(output, expected, **options) == right
 
 
-def test_the_calls_are_looked_at_where_the_output_is_text():
+def test_the_model_calls_are_compared_if_the_output_is_text():
     reply = call({"role": "assistant", "content": None, "tool_calls": [as_openai(A)]})
     then = call({"role": "assistant", "content": None, "tool_calls": [as_openai(B)]}, index=1)
     assert value("It is done.", [A, B], [reply, then, call("done")]) == 1
@@ -83,7 +83,7 @@ def test_the_calls_are_looked_at_where_the_output_is_text():
     assert value(B, [A], [reply]) == 0
 
 
-def test_what_was_made_is_told():
+def test_the_reason_lists_the_tool_calls():
     _, reasoning = ToolCallMatch().verdict(item([B], [A, B]))
     assert reasoning == {"made": [B], "matched": 1, "expected": 2}
 
@@ -105,7 +105,7 @@ def test_time_and_tokens():
     assert AvgWorkflowRuntime(max_concurrency=2).verdict(done) == (2.25, None)
 
 
-def test_what_was_not_measured_is_no_zero(prose: Prose):
+def test_a_missing_measurement_is_not_zero(prose: Prose):
     nothing = item("x")
     assert AvgNumLlmCalls().verdict(nothing) == (0.0, None)
     for rule in (AvgLlmLatency(), AvgTokensPerLlmEnd()):

@@ -58,7 +58,7 @@ def test_a_filter_does_not_renumber_the_others(tmp_path: Path):
     assert ids(items) == ["2", "3"]
 
 
-def test_filters_take_wildcards_and_want_every_column(tmp_path: Path):
+def test_filters_accept_wildcards_and_match_every_column(tmp_path: Path):
     rows = [
         {"id": f"{kind}{n}", "question": "q", "kind": kind, "n": n}
         for kind in ("math-a", "math-b", "code")
@@ -70,7 +70,7 @@ def test_filters_take_wildcards_and_want_every_column(tmp_path: Path):
     assert ids(loaded(tmp_path, rows, filter=allow | deny)) == ["math-a1", "code1"]
 
 
-def test_a_filter_on_a_column_that_is_not_there_is_an_error(prose: Prose, tmp_path: Path):
+def test_a_filter_on_a_missing_column_is_an_error(prose: Prose, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, [{"question": "q"}], filter={"denylist": {"field": {"levl": [1]}}})
     prose(caught)
@@ -89,7 +89,9 @@ def test_a_filter_on_a_column_that_is_not_there_is_an_error(prose: Prose, tmp_pa
         [{"id": 2, "question": "a"}, {"question": "b"}],
     ],
 )
-def test_two_rows_of_one_id_are_an_error(prose: Prose, tmp_path: Path, rows: list[dict[str, Any]]):
+def test_two_rows_with_the_same_id_are_an_error(
+    prose: Prose, tmp_path: Path, rows: list[dict[str, Any]]
+):
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, rows)
     prose(caught)
@@ -116,7 +118,7 @@ def test_other_columns_by_either_spelling(tmp_path: Path):
         assert (item.id, item.input_obj, item.expected_output_obj) == ("k", "a", "b")
 
 
-def test_a_missing_question_column_names_those_that_are_there(prose: Prose, tmp_path: Path):
+def test_the_error_for_a_missing_question_column_lists_the_columns(prose: Prose, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, [{"prompt": "a", "answer": "b"}])
     prose(caught)
@@ -143,7 +145,7 @@ def test_repetitions_have_ids_of_their_own(tmp_path: Path):
     assert ids(load_items(JsonDataset(file_path=path), reps=1)) == ["a", "b"]
 
 
-def test_an_answer_of_an_earlier_run_comes_along(tmp_path: Path):
+def test_an_answer_of_an_earlier_run_is_read_too(tmp_path: Path):
     calls, steps = [call()], [step()]
     row = {
         "id": "a",
@@ -187,7 +189,7 @@ def test_each_type_reads_its_files(prose: Prose, tmp_path: Path):
     prose(caught)
 
 
-def test_a_relative_file_is_looked_for_here_and_then_beside_the_yaml(
+def test_a_relative_path_is_tried_here_and_then_beside_the_yaml(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     here, beside = tmp_path / "here", tmp_path / "beside"
@@ -221,7 +223,7 @@ def test_no_dataset(prose: Prose, config: DatasetBaseConfig | None, override: Pa
     prose(caught)
 
 
-def test_nothing_left_to_run_is_an_error(prose: Prose, tmp_path: Path):
+def test_a_dataset_without_rows_to_run_is_an_error(prose: Prose, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, [{"question": " "}])
     prose(caught)
@@ -255,7 +257,7 @@ def test_a_function_makes_the_items(prose: Prose, tmp_path: Path):
     assert place_of(caught) == "eval.general.dataset.function"
 
 
-def test_ready_made_items_with_one_id_are_an_error(prose: Prose):
+def test_items_with_the_same_id_are_an_error(prose: Prose):
     class Twice:
         def load(self, path: Path | None) -> EvalInput:
             return EvalInput(eval_input_items=[EvalInputItem(id="a", input_obj=n) for n in (1, 2)])
@@ -283,7 +285,7 @@ def test_rows_that_cannot_be_read_are_named(prose: Prose, tmp_path: Path, conten
     prose(caught)
 
 
-def test_a_directory_is_no_dataset(prose: Prose, tmp_path: Path):
+def test_a_directory_is_not_a_dataset(prose: Prose, tmp_path: Path):
     (tmp_path / "rows.json").mkdir()
     with pytest.raises(ConfigError) as caught:
         load_items(None, tmp_path / "rows.json")

@@ -104,7 +104,7 @@ def test_regex(output: Any, expected: Any, options: Any, right: int):
     assert value(Regex(**options), output, expected) == right
 
 
-def test_a_bad_pattern_is_the_author_s(prose: Prose):
+def test_an_invalid_pattern_is_a_config_error(prose: Prose):
     with pytest.raises(ValidationError, match=r"'\(' is not a regular expression"):
         Regex(pattern="(")
     with pytest.raises(ConfigError) as caught:
@@ -139,7 +139,7 @@ def test_numeric(output: Any, expected: Any, options: Any, right: int):
     assert value(Numeric(**options), output, expected) == right
 
 
-def test_numeric_wants_a_number_of_the_row(prose: Prose):
+def test_numeric_requires_a_number_in_the_row(prose: Prose):
     assert reason(Numeric(), "no idea", 4) == "no number in the output"
     with pytest.raises(ConfigError) as caught:
         value(Numeric(), "4", "four")
@@ -171,7 +171,7 @@ def test_json_match_is_the_share_of_paths_that_agree():
         (["$"], "3", 3, 1),
     ],
 )
-def test_json_match_of_paths_that_find_nothing_or_much(
+def test_json_match_of_paths_with_no_value_or_several(
     paths: list[str], output: Any, expected: Any, right: int
 ):
     assert value(JsonMatch(paths=paths), output, expected) == right
@@ -215,7 +215,7 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(one=JSON, other=JSON)
-def test_sameness_is_that_of_json(one: Any, other: Any):
+def test_values_are_compared_as_json(one: Any, other: Any):
     written = [json.dumps(value, sort_keys=True) for value in (one, other)]
     assert same(one, other) == (written[0] == written[1])
     assert same(one, json.loads(written[0]))
@@ -223,6 +223,6 @@ def test_sameness_is_that_of_json(one: Any, other: Any):
 
 @settings(max_examples=100, deadline=None)
 @given(one=st.text("ab c.", max_size=12), other=st.text("ab c.", max_size=12))
-def test_f1_is_fair(one: str, other: str):
+def test_f1_is_symmetric_and_between_0_and_1(one: str, other: str):
     assert 0 <= value(F1(), one, other) == value(F1(), other, one) <= 1
     assert value(F1(), one, one) == 1

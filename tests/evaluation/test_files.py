@@ -35,7 +35,7 @@ def answered(output: Any = "out", **fields: Any) -> ItemResult:
     return ItemResult(done, None, {"exact": Score(0.5, "near")})
 
 
-def test_what_is_written(tmp_path: Path):
+def test_the_files_of_an_evaluation(tmp_path: Path):
     out = opened(tmp_path / "new" / "dir")
     result = answered(trajectory=[call()], steps=[step()], seconds=1.5)
     whole, files = out.write([result], [("exact", output_of([("7", Score(0.5, "near"))]))])
@@ -59,21 +59,21 @@ def test_what_is_written(tmp_path: Path):
     }
 
 
-def test_a_directory_that_cannot_be_made_is_named(prose: Prose):
+def test_a_directory_that_cannot_be_created_is_named(prose: Prose):
     with pytest.raises(ConfigError) as caught:
         opened(Path("/proc/x"))
     prose(caught)
     assert place_of(caught) == "eval.general.output_dir"
 
 
-def test_half_a_pair_of_surrogates_is_kept_as_its_escape(tmp_path: Path):
+def test_a_lone_surrogate_is_written_as_its_escape(tmp_path: Path):
     out = opened(tmp_path)
     whole, _ = out.write([answered("cut \ud83d")], [])
     assert b'"cut \\ud83d"' in whole.read_bytes()
     assert json.loads(whole.read_text("utf-8"))[0]["generated_answer"] == "cut \ud83d"
 
 
-def test_the_steps_that_are_wanted(tmp_path: Path):
+def test_only_the_configured_kinds_of_steps_are_written(tmp_path: Path):
     def kinds(**output: Any) -> list[str]:
         result = answered(trajectory=[call()], steps=[step()])
         entry = opened(tmp_path, **output).entry(result)
@@ -97,7 +97,7 @@ def test_columns_have_the_configured_names(tmp_path: Path):
     }
 
 
-def test_a_failure_is_told_and_leaves_no_output(tmp_path: Path):
+def test_a_failure_is_written_without_an_output(tmp_path: Path):
     failure = RolloutFailure("policy", "token_limit", Failure(type="T", message="m", traceback="t"))
     calls: tuple[SeenCall, ...] = ()
     rollout = RolloutResult("r", None, calls, (), failure, 0.1)
@@ -111,12 +111,12 @@ def test_a_failure_is_told_and_leaves_no_output(tmp_path: Path):
         "traceback": "t",
         "place": "",
     }
-    # Read as a dataset, answered at last: the old failure is gone.
+    # Read as a dataset and answered now: the old failure is gone.
     again = answered(full_dataset_entry={"question": "q", "failure": entry["failure"]})
     assert "failure" not in opened(tmp_path).entry(again)
 
 
-def test_what_is_finished_is_found_again_after_a_crash(tmp_path: Path):
+def test_finished_items_are_read_after_a_crash(tmp_path: Path):
     crashed = opened(tmp_path)
     crashed.add(answered("first"))
     crashed.add(answered("second", id="8"))
@@ -167,7 +167,7 @@ def test_cleaning_removes_only_what_hone_wrote(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".hone_lock", "folder", "mine.txt"]
 
 
-def test_a_list_that_leads_elsewhere_is_not_followed(tmp_path: Path):
+def test_paths_outside_the_directory_are_not_removed(tmp_path: Path):
     inside, outside = tmp_path / "in", tmp_path / "outside.txt"
     inside.mkdir()
     outside.write_text("precious")
@@ -184,7 +184,7 @@ def test_without_cleanup_other_files_stay(tmp_path: Path):
     assert (tmp_path / "old_output.json").exists()
 
 
-def test_jobs_have_directories_and_the_oldest_go(tmp_path: Path):
+def test_jobs_have_directories_and_the_oldest_are_removed(tmp_path: Path):
     jobs = {"append_job_id_to_output_dir": True, "max_jobs": 2}
     made = []
     for n in range(3):
@@ -194,13 +194,13 @@ def test_jobs_have_directories_and_the_oldest_go(tmp_path: Path):
         os.utime(out.path / "config_original.yml", (n, n))
         made.append(out.path)
     assert [path.exists() for path in made] == [False, True, True]
-    # What somebody put into a job's directory stays, and so does the directory.
+    # Files that a user put into a job's directory stay, and so does the directory.
     (made[1] / "mine.txt").write_text("precious")
     opened(tmp_path, job_management=jobs)
     assert [p.name for p in made[1].iterdir()] == ["mine.txt"]
 
 
-def test_going_on_with_jobs_means_the_last_one(tmp_path: Path):
+def test_continuing_uses_the_directory_of_the_last_job(tmp_path: Path):
     jobs = {"append_job_id_to_output_dir": True}
     first = opened(tmp_path, job_management=jobs)
     first.add(answered("kept"))
@@ -209,7 +209,7 @@ def test_going_on_with_jobs_means_the_last_one(tmp_path: Path):
     assert list(later.finished()) == ["7"]
 
 
-def test_a_directory_that_cannot_be(prose: Prose, tmp_path: Path):
+def test_an_invalid_output_directory(prose: Prose, tmp_path: Path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError) as caught:
         opened(tmp_path / "file")
@@ -266,7 +266,7 @@ def test_names_of_evaluators_become_names_of_files(tmp_path: Path):
     assert file == tmp_path / ".._a_b_output.json"
 
 
-def test_a_directory_in_the_place_of_a_file_is_found_before_anything_runs(
+def test_a_directory_in_the_place_of_a_file_is_reported_before_anything_runs(
     prose: Prose, tmp_path: Path
 ):
     (tmp_path / "workflow_output.json").mkdir()
@@ -290,7 +290,9 @@ def test_files_that_are_not_hones_own_are_named(prose: Prose, tmp_path: Path):
 
 
 @pytest.mark.parametrize("names", [["workflow"], ["my score", "my_score"]])
-def test_two_files_of_one_name_are_refused(prose: Prose, tmp_path: Path, names: list[str]):
+def test_two_evaluators_with_the_same_file_are_refused(
+    prose: Prose, tmp_path: Path, names: list[str]
+):
     general = EvalGeneralConfig.model_validate({"output_dir": tmp_path})
     directory = OutputDir(general, EvalDatasetStructure())
     with pytest.raises(ConfigError) as caught:
@@ -298,7 +300,7 @@ def test_two_files_of_one_name_are_refused(prose: Prose, tmp_path: Path, names: 
     prose(caught)
 
 
-def test_a_full_disk_is_said(prose: Prose, tmp_path: Path):
+def test_a_full_disk_is_reported(prose: Prose, tmp_path: Path):
     out = opened(tmp_path)
     (tmp_path / "finished.jsonl").symlink_to("/dev/full")
     with pytest.raises(StateError) as caught:
@@ -306,7 +308,7 @@ def test_a_full_disk_is_said(prose: Prose, tmp_path: Path):
     prose(caught)
 
 
-def test_a_job_that_runs_is_not_removed(tmp_path: Path):
+def test_a_running_job_is_not_removed(tmp_path: Path):
     jobs = {"append_job_id_to_output_dir": True, "max_jobs": 1}
     first = opened(tmp_path, job_management=jobs)
     first.add(answered())

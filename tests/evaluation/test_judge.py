@@ -1,4 +1,4 @@
-"""A model as the judge, over real HTTP: what it is asked, what is read, what is kept."""
+"""A model as the judge, over real HTTP: its requests, its answers, its cache."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ async def test_the_score_is_between_0_and_1(endpoint: Endpoint, llm: LLM):
     assert other.value == 0.25
 
 
-async def test_what_the_judge_is_asked(endpoint: Endpoint, llm: LLM):
+async def test_the_request_to_the_judge(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [says(1), says(1)]
     strict = judge(llm, rubric="Be strict.", max_score=1)
     await score(strict, item({"city": "Paris"}, "Paris", input_obj="Capital?"))
@@ -73,7 +73,7 @@ async def test_what_the_judge_is_asked(endpoint: Endpoint, llm: LLM):
     assert "Expected answer" not in endpoint.bodies[1]["messages"][1]["content"]
 
 
-async def test_a_prompt_of_one_s_own_is_filled_once(endpoint: Endpoint, llm: LLM):
+async def test_a_custom_prompt_is_filled_once(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [Reply("I would say\nScore: **8**")]
     own = judge(llm, prompt="{question} -> {output}? Not {nothing}. {low} to {high}", rubric="R")
     got = await score(own, item("the {rubric}", input_obj="q"))
@@ -83,7 +83,7 @@ async def test_a_prompt_of_one_s_own_is_filled_once(endpoint: Endpoint, llm: LLM
     ]
 
 
-async def test_an_answer_without_a_score_is_asked_again_and_then_a_failure(
+async def test_an_answer_without_a_score_is_retried_and_then_a_failure(
     prose: Prose, endpoint: Endpoint, llm: LLM, tmp_path: Path
 ):
     endpoint.replies = [Reply("fine"), says(11), says(5)]
@@ -101,10 +101,10 @@ async def test_a_judge_that_is_down_is_a_failure(endpoint: Endpoint, llm: LLM):
     got = await score(judge(llm), item("x"))
     assert got.value is None and got.failure is not None
     assert got.failure.type == "InternalServerError"
-    assert len(endpoint.requests) == 1  # the client tries again, not the judge
+    assert len(endpoint.requests) == 1  # the client retries, not the judge
 
 
-async def test_failed_requests_are_tried_again_by_the_client(endpoint: Endpoint, llm: LLM):
+async def test_failed_requests_are_retried_by_the_client(endpoint: Endpoint, llm: LLM):
     endpoint.replies = [Reply(status=503), says(3)]
     patient = LLM(base_url=llm.base_url, model="wise", max_retries=2)
     assert (await score(judge(patient), item("x"))).value == 0.3
@@ -123,11 +123,11 @@ async def test_a_judge_that_does_not_answer_in_time_is_a_failure(
     prose(got.failure.message)
 
 
-async def test_what_was_said_once_is_kept(endpoint: Endpoint, llm: LLM, tmp_path: Path):
+async def test_verdicts_are_cached(endpoint: Endpoint, llm: LLM, tmp_path: Path):
     endpoint.replies = [says(7)]
     cache = tmp_path / "kept"
     first = await score(judge(llm, cache), item("x"))
-    # Another judge, as the next run makes it, and ids do not matter.
+    # A new judge object, as in the next run; ids do not matter.
     assert await score(judge(llm, cache), item("x", id="other")) == first
     assert len(endpoint.requests) == 1
     endpoint.replies = [says(1), says(2)]
@@ -136,7 +136,7 @@ async def test_what_was_said_once_is_kept(endpoint: Endpoint, llm: LLM, tmp_path
     assert len(endpoint.requests) == 3
 
 
-async def test_equal_outputs_at_the_same_moment_are_asked_once(
+async def test_concurrent_equal_outputs_are_judged_once(
     endpoint: Endpoint, llm: LLM, tmp_path: Path
 ):
     endpoint.replies = [says(7)]
@@ -146,7 +146,9 @@ async def test_equal_outputs_at_the_same_moment_are_asked_once(
     assert len(endpoint.requests) == 1
 
 
-async def test_another_model_is_another_opinion(endpoint: Endpoint, llm: LLM, tmp_path: Path):
+async def test_another_model_has_its_own_cache_entries(
+    endpoint: Endpoint, llm: LLM, tmp_path: Path
+):
     endpoint.replies = [says(7), says(1)]
     await score(judge(llm, tmp_path), item("x"))
     other = LLM(base_url=llm.base_url, model="wiser", max_retries=0)
@@ -154,7 +156,7 @@ async def test_another_model_is_another_opinion(endpoint: Endpoint, llm: LLM, tm
     await other.close()
 
 
-async def test_a_broken_entry_of_the_cache_is_asked_again(
+async def test_a_damaged_cache_entry_is_judged_again(
     endpoint: Endpoint, llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     endpoint.replies = [says(7), says(6)]
@@ -167,7 +169,7 @@ async def test_a_broken_entry_of_the_cache_is_asked_again(
     assert json.loads(entry.read_text())["score"] == 6
 
 
-async def test_no_more_at_a_time_than_max_concurrency(endpoint: Endpoint, llm: LLM):
+async def test_max_concurrency_is_not_exceeded(endpoint: Endpoint, llm: LLM):
     gate = asyncio.Event()
     endpoint.replies = [Reply('{"score": 1}', gate=gate) for _ in range(6)]
     one = judge(llm)
@@ -189,7 +191,7 @@ async def test_the_trajectory_evaluator_shows_the_conversation(endpoint: Endpoin
     reply = {"role": "assistant", "content": None, "tool_calls": [tool]}
     later = [
         {"role": "user", "content": "q"},
-        # As agents send it back: without what is empty, and with what answers have beside it.
+        # As agents send it back: without empty keys, and with further keys of answers.
         {"role": "assistant", "tool_calls": [tool], "refusal": None},
         {"role": "tool", "tool_call_id": "t", "content": "found"},
     ]
@@ -204,7 +206,7 @@ async def test_the_trajectory_evaluator_shows_the_conversation(endpoint: Endpoin
     ) in user["content"]
 
 
-def test_a_call_that_begins_anew_says_so():
+def test_a_new_conversation_gets_a_heading():
     other = [{"role": "user", "content": "z"}]
     failed = call(index=2, messages=other, choices=[], error="500")
     assert transcript([call("a"), call("b", messages=other, function="sub"), failed]) == (
@@ -248,6 +250,6 @@ def test_no_score_in_an_answer(answer: str):
         ({"llm_name": "k"}, "set llm to the entry of `llms` that judges"),
     ],
 )
-def test_a_judge_that_cannot_be(fields: dict[str, Any], message: str):
+def test_an_invalid_judge(fields: dict[str, Any], message: str):
     with pytest.raises(ValidationError, match=message):
         LlmJudge.model_validate({"llm": "j", **fields})

@@ -58,7 +58,7 @@ async def test_it_may_be_async_and_have_arguments():
     assert await scored(near, item("1.1", "1"), tolerance=0.05) == Score(0.0)
 
 
-async def test_a_plain_function_does_not_hold_the_loop():
+async def test_a_plain_function_does_not_block_the_event_loop():
     seen = []
 
     def where(output: Any) -> int:
@@ -69,7 +69,7 @@ async def test_a_plain_function_does_not_hold_the_loop():
     assert seen == [False]
 
 
-async def test_what_it_may_return(prose: Prose):
+async def test_valid_return_values(prose: Prose):
     failure = Failure(type="T", message="m")
     returns: list[tuple[Any, Score]] = [
         (True, Score(1.0)),
@@ -88,7 +88,7 @@ async def test_what_it_may_return(prose: Prose):
     prose(nothing.failure.message)
 
 
-async def test_what_it_raises_is_a_failure():
+async def test_an_exception_is_a_failure():
     got = await scored(lambda output: 1 / 0, item("x"))
     assert got.value is None and got.failure is not None
     assert got.failure.type == "ZeroDivisionError"
@@ -111,7 +111,7 @@ def nothing_at_all() -> float:
         (two_names, {"llm": 1}),
     ],
 )
-def test_a_signature_that_cannot_be_called_is_found_when_it_is_built(
+def test_a_signature_that_cannot_be_called_is_refused_when_it_is_built(
     prose: Prose, fn: Any, arguments: dict[str, Any]
 ):
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Files of rows: what is read, and what is said of those that cannot be."""
+"""Files of rows: what is read, and the errors for files that cannot be read."""
 
 import datetime
 import decimal
@@ -32,14 +32,14 @@ def test_json_and_jsonl(tmp_path: Path):
     assert rows.read(lines) == ROWS
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path):
+def test_a_byte_order_mark_is_not_part_of_the_first_column(tmp_path: Path):
     assert rows.read(wrote(tmp_path / "a.csv", "\ufeffid,question\r\n1,a?\r\n")) == [
         {"id": "1", "question": "a?"}
     ]
     assert rows.read(wrote(tmp_path / "a.jsonl", '\ufeff{"id": 1}')) == [{"id": 1}]
 
 
-def test_characters_that_end_lines_elsewhere_do_not_end_them_in_jsonl(tmp_path: Path):
+def test_only_newlines_end_lines_in_jsonl(tmp_path: Path):
     text = json.dumps({"question": "a\u2028b\x85c"}, ensure_ascii=False)
     assert rows.read(wrote(tmp_path / "a.jsonl", text)) == [{"question": "a\u2028b\x85c"}]
 
@@ -54,7 +54,7 @@ def test_csv_is_text_and_empty_cells_are_none(tmp_path: Path):
     assert rows.read(wrote(tmp_path / "a.tsv", "id\tq\n1\ta,b\n")) == [{"id": "1", "q": "a,b"}]
 
 
-def test_a_cell_may_be_longer_than_the_csv_module_likes(tmp_path: Path):
+def test_a_cell_may_be_longer_than_the_limit_of_the_csv_module(tmp_path: Path):
     import csv
 
     before = csv.field_size_limit()
@@ -148,7 +148,7 @@ def test_xls():
         ("a.txt", "x"),
     ],
 )
-def test_what_cannot_be_read_is_an_error(
+def test_an_unreadable_file_is_an_error(
     prose: Prose, tmp_path: Path, name: str, content: str | bytes
 ):
     path = wrote(tmp_path / name, content)
@@ -165,7 +165,7 @@ def test_an_empty_file_of_a_table_has_no_rows(tmp_path: Path):
 @pytest.mark.parametrize(
     ("package", "name"), [("pyarrow", "a.parquet"), ("openpyxl", "a.xlsx"), ("xlrd", "a.xls")]
 )
-def test_a_library_that_is_not_there_is_named(
+def test_a_missing_library_is_named(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str
 ):
     monkeypatch.setitem(__import__("sys").modules, package, None)
@@ -181,7 +181,7 @@ CELLS = st.text(
 
 @settings(max_examples=60, deadline=None)
 @given(table=st.lists(st.lists(CELLS, min_size=2, max_size=2), min_size=1, max_size=5))
-def test_a_table_comes_back_as_it_was_written(
+def test_a_table_survives_a_round_trip(
     tmp_path_factory: pytest.TempPathFactory, table: list[list[str]]
 ):
     import csv

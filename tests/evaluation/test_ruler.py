@@ -89,9 +89,9 @@ async def test_reps_of_a_row_are_compared(
     compared = {one["id"]: one["reasoning"] for one in output["eval_output_items"]}
     assert compared["b_rep0"] == {"judge": "wise", "compared": 2, "reasoning": "e"}
     assert "Be kind." in endpoint.bodies[0]["messages"][0]["content"]
-    assert "one run of each" not in caplog.text
+    assert "each row runs only once" not in caplog.text
     await asyncio.to_thread(evaluate, EvalOptions(file))
-    assert "an evaluator compares the runs of a row, and there is one run of each" in caplog.text
+    assert "an evaluator compares the runs of each row, but each row runs only once" in caplog.text
 
 
 async def test_a_failure_of_the_judge_is_a_failure_of_each(prose: Prose, judge: tuple[Judge, LLM]):

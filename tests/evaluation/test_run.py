@@ -1,4 +1,4 @@
-"""An Evaluation: rollouts under one budget, scored, failures kept apart from scores."""
+"""An Evaluation: rollouts under one limit, scored, and failures separate from scores."""
 
 import asyncio
 import threading
@@ -64,7 +64,7 @@ async def test_items_are_run_and_scored_in_order():
     assert [i.id for i in ended.eval_input.eval_input_items] == ["0", "1", "2"]
 
 
-async def test_a_failed_rollout_is_scored_by_nobody():
+async def test_a_failed_rollout_is_not_scored():
     async def picky(input: str) -> str:
         if input == "bad":
             raise ConnectionError("of course")
@@ -91,7 +91,7 @@ async def test_a_failed_rollout_is_scored_by_nobody():
     ]
 
 
-async def test_no_more_rollouts_at_a_time_than_the_budget_over_all_runs():
+async def test_max_concurrency_holds_over_all_runs():
     running, most = Counter(), Counter()
 
     async def busy(input: str) -> str:
@@ -127,7 +127,7 @@ async def test_scoring_holds_no_slot():
     assert [r.scores["slow"].value for r in ended.results] == [1.0] * 3
 
 
-async def test_only_the_evaluators_that_are_asked_for(prose: Prose):
+async def test_only_the_requested_evaluators_run(prose: Prose):
     run = over(echo, items("a"), evaluators=EXACT | {"other": EXACT["exact"]})
     assert list((await run.run_item(run.items[0], evaluators=["other"])).scores) == ["other"]
     assert list((await run.run_item(run.items[0])).scores) == ["exact", "other"]
@@ -185,7 +185,7 @@ class Plain:
         ([{"city": "a"}, {"city": "b"}], "$[*].city", "a"),
     ],
 )
-async def test_the_output_is_what_the_path_finds(returned: Any, path: str, output: Any):
+async def test_the_output_is_the_value_at_the_path(returned: Any, path: str, output: Any):
     async def give(input: str) -> Any:
         return returned
 
@@ -211,7 +211,7 @@ class Unwritable:
 @pytest.mark.parametrize(
     ("output", "reason"), [("prose", "unparseable"), (Unwritable(), "agent_error")]
 )
-def test_an_output_that_cannot_be_used_is_the_policy_s_after_its_answer(
+def test_an_unusable_output_after_an_answer_is_the_policy_s_failure(
     calls: Any, answered: bool, kind: str, output: Any, reason: str
 ):
     result = extracted(
@@ -228,7 +228,7 @@ def test_an_output_that_cannot_be_used_is_the_policy_s_after_its_answer(
         {"town": 1},
     ],
 )
-async def test_a_path_that_finds_nothing_is_a_failure(prose: Prose, returned: Any):
+async def test_a_path_without_a_value_is_a_failure(prose: Prose, returned: Any):
     async def give(input: str) -> Any:
         return returned
 
@@ -236,7 +236,7 @@ async def test_a_path_that_finds_nothing_is_a_failure(prose: Prose, returned: An
     result = await run.run_item(run.items[0])
     assert result.scores == {} and result.rollout is not None
     failure = result.rollout.failure
-    # No model was asked, so it is not the model's doing.
+    # No model was called, so it is not the model's failure.
     assert failure is not None and (failure.kind, failure.reason) == (
         "infrastructure",
         "unparseable",
@@ -247,7 +247,7 @@ async def test_a_path_that_finds_nothing_is_a_failure(prose: Prose, returned: An
     prose(caught)
 
 
-async def test_items_may_be_scored_as_they_are():
+async def test_existing_outputs_may_be_scored():
     async def never(input: str) -> str:
         raise AssertionError("not to be run")
 
@@ -278,7 +278,7 @@ async def test_items_are_prepared_before_they_are_scored(prose: Prose):
     prose(lost.failure.message)
 
 
-async def test_a_callback_that_raises_ends_the_others():
+async def test_a_callback_that_raises_cancels_the_other_rollouts():
     started: list[str] = []
 
     async def slow(input: str) -> str:
@@ -295,7 +295,7 @@ async def test_a_callback_that_raises_ends_the_others():
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_rollout_has_its_time():
+async def test_a_rollout_has_a_timeout():
     async def sleeps(input: str) -> str:
         await asyncio.sleep(60)
         return input
@@ -306,7 +306,7 @@ async def test_a_rollout_has_its_time():
     assert result.rollout.failure.reason == "timeout"
 
 
-async def test_a_rollout_has_the_time_that_the_server_held_its_calls():
+async def test_the_timeout_is_extended_by_the_time_that_the_server_held_calls():
     asked = asyncio.Event()
 
     async def held_s(rollout: str, since: float) -> float:

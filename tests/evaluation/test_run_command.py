@@ -149,7 +149,7 @@ async def test_a_dataset_is_run_scored_and_written(
     ]
 
 
-async def test_the_configuration_is_written_and_keys_are_not(
+async def test_the_configuration_is_written_without_api_keys(
     endpoint: tuple[Endpoint, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("EVAL_TEST_KEY", "sk-secret")
@@ -235,7 +235,7 @@ async def test_failures_of_the_model_count_in_the_average_and_the_command_succee
     assert bench.written("workflow_output.json")[1]["failure"]["kind"] == "policy"
 
 
-async def test_many_failures_at_one_line_are_named_with_it(
+async def test_many_failures_at_one_line_are_reported_with_the_line(
     endpoint: tuple[Endpoint, str], bench: Workbench
 ):
     """They may be a bug of the agent or the evaluator, not failures of the model."""
@@ -251,7 +251,7 @@ async def test_many_failures_at_one_line_are_named_with_it(
     assert "if that line has a bug" not in (await bench.evaluate()).note
 
 
-async def test_an_evaluation_that_cannot_begin_leaves_the_files_of_the_last_one(
+async def test_an_evaluation_that_cannot_start_keeps_the_files_of_the_last_one(
     prose: Prose, endpoint: tuple[Endpoint, str], bench: Workbench
 ):
     says(endpoint, "a0", "a1", "a2")
@@ -357,7 +357,7 @@ async def test_items_are_prepared_by_the_configured_function(
         {"result_json_path": "$["},
     ],
 )
-async def test_options_that_cannot_be(prose: Prose, bench: Workbench, options: dict[str, Any]):
+async def test_invalid_options(prose: Prose, bench: Workbench, options: dict[str, Any]):
     with pytest.raises(ConfigError) as caught:
         await bench.evaluate(**options)
     prose(caught)
@@ -365,7 +365,7 @@ async def test_options_that_cannot_be(prose: Prose, bench: Workbench, options: d
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_an_evaluation_that_was_stopped_goes_on(
+async def test_an_interrupted_evaluation_can_be_continued(
     endpoint: tuple[Endpoint, str], bench: Workbench, how: signal.Signals
 ):
     served = says(endpoint, "a0", "a1")
@@ -433,9 +433,7 @@ async def test_an_evaluation_is_built_once_from_a_builder(
         assert [r.scores["exact"].value for r in results] == [1.0, 0.0]
 
 
-async def test_a_judge_that_is_not_there_is_found_before_anything_runs(
-    prose: Prose, bench: Workbench
-):
+async def test_a_missing_judge_is_reported_before_anything_runs(prose: Prose, bench: Workbench):
     for key in ("llm", "llm_name"):
         bench.config["eval"]["evaluators"] = {"judged": {"_type": "llm_judge", key: "mm"}}
         with pytest.raises(ConfigError) as caught:
@@ -444,7 +442,7 @@ async def test_a_judge_that_is_not_there_is_found_before_anything_runs(
         assert place_of(caught).endswith("config.yml:22")
 
 
-async def test_a_judge_is_made_from_the_yaml(endpoint: tuple[Endpoint, str], bench: Workbench):
+async def test_a_judge_is_built_from_the_yaml(endpoint: tuple[Endpoint, str], bench: Workbench):
     bench.config["eval"]["evaluators"] = {
         "judged": {"_type": "llm_judge", "llm": "m", "rubric": "Be kind.", "max_score": 1},
         "course": {"_type": "trajectory", "llm_name": "m"},
@@ -458,10 +456,10 @@ async def test_a_judge_is_made_from_the_yaml(endpoint: tuple[Endpoint, str], ben
     says(endpoint, "a0")
     again = await bench.evaluate()
     assert [e.average_score for e in again.evaluators] == [1.0, 0.1]
-    assert len(endpoint[0].requests) == 1  # the workflow; what the judges said is known
+    assert len(endpoint[0].requests) == 1  # the workflow; the verdicts are cached
 
 
-async def test_an_evaluator_that_is_none_is_found_when_it_is_built(prose: Prose, bench: Workbench):
+async def test_an_invalid_evaluator_is_refused_when_it_is_built(prose: Prose, bench: Workbench):
     from hone.config.base import EvaluatorBaseConfig
     from hone.config.registry import find, register_evaluator
 
@@ -502,7 +500,7 @@ async def test_an_evaluator_that_exits_is_a_failure_and_an_agent_may_change_the_
     assert bench.answers == [{"('a', 1)": f"q{n}"} for n in range(3)]
 
 
-async def test_what_cannot_be_scored_is_refused_before_anything_runs(
+async def test_items_that_cannot_be_scored_are_refused_before_anything_runs(
     prose: Prose, bench: Workbench
 ):
     rows = [*ROWS, {"id": "blank", "question": "?"}]

@@ -123,7 +123,7 @@ async def test_the_base_model_the_newest_step_and_any_other_are_evaluated(
             await trained.evaluate(wrong)
         prose(caught, served=served["port"])
     assert trained.steps == {(f"{name}@best", 1)}
-    # A model that nobody registered is the server's to name.
+    # The server reports a model that is not registered.
     summary = await trained.evaluate("nobody@3")
     assert summary.failed_items == 2 and "no model called 'nobody@3' is served" in summary.message
 
@@ -141,7 +141,7 @@ async def test_a_best_step_that_nothing_measured_is_refused(
 
 
 @pytest.mark.slow
-async def test_a_model_in_training_judges_answers_that_are_there(
+async def test_a_model_in_training_can_judge_existing_answers(
     make_server: MakeServer, tiny_model: Path, tmp_path: Path
 ):
     server = make_server(['{"reasoning": "so so", "score": 4}'])
@@ -162,11 +162,11 @@ async def test_a_model_in_training_judges_answers_that_are_there(
     assert not summary.failed, summary.message
     # 4 of 10; and two tokens each, where it is stopped.
     assert [one.average_score for one in summary.evaluators] == [0.4, 2.0]
-    # Two items, each asked about by two evaluators; the workflow asked nothing.
+    # Two items, each judged by two evaluators; the workflow made no call.
     assert len(server.engine.requests) == 4
 
 
-async def test_a_judge_that_nobody_serves_is_named(prose: Prose, tmp_path: Path):
+async def test_a_judge_that_is_not_served_is_named(prose: Prose, tmp_path: Path):
     bench = Workbench(tmp_path, "http://127.0.0.1:9")
     del bench.config["trainer_adapters"], bench.config["finetuning"]
     bench.config["eval"]["evaluators"] = {"judged": {"_type": "llm_judge", "llm": "policy"}}

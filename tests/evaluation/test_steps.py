@@ -1,4 +1,4 @@
-"""intermediate_steps: the form, and there and back again."""
+"""intermediate_steps: their form, and the round trip through JSON."""
 
 import json
 from typing import Any
@@ -46,7 +46,7 @@ def test_outside_any_function_is_root():
     assert entry["function_ancestry"]["function_name"] == "root"
 
 
-def test_calls_and_steps_stand_in_the_order_they_happened():
+def test_calls_and_steps_are_in_the_order_they_happened():
     calls = [call("a", index=0), call("b", index=1)]
     steps = [step("before", calls=0), step("between", calls=1), step("after", calls=2)]
     entries = intermediate_steps(calls, steps)
@@ -60,12 +60,12 @@ def test_calls_and_steps_stand_in_the_order_they_happened():
     assert len({e["payload"]["UUID"] for e in entries}) == 5
 
 
-def test_only_the_kinds_that_are_wanted():
+def test_only_the_selected_kinds():
     entries = intermediate_steps([call()], [step()], kinds=["LLM_END", "TOOL_END"])
     assert [e["payload"]["event_type"] for e in entries] == ["LLM_END"]
 
 
-def test_there_and_back_again_through_json():
+def test_calls_and_steps_survive_a_round_trip_through_json():
     failed = call(
         index=1,
         choices=[],
@@ -98,7 +98,7 @@ def test_logprobs_and_ids_of_tokens_are_left_out():
     ]
 
 
-def test_steps_of_another_program_are_read_as_far_as_they_go():
+def test_steps_of_another_program_are_read_as_far_as_possible():
     entry: dict[str, Any] = {
         "parent_id": "root",
         "payload": {
@@ -119,7 +119,7 @@ def test_steps_of_another_program_are_read_as_far_as_they_go():
     assert steps_of([{"payload": {"event_type": "CUSTOM_END", "name": "theirs"}}]) == []
 
 
-def test_steps_of_the_toolkit_get_the_calls_that_its_profiler_did_not_note():
+def test_steps_of_the_toolkit_get_the_calls_that_its_profiler_did_not_record():
     def event(kind: str, at: float) -> dict[str, Any]:
         return {"payload": {"event_type": kind, "event_timestamp": at, "metadata": None}}
 
@@ -145,7 +145,7 @@ def toolkit_event(kind: str, at: float, name: str = "m", **more: Any) -> dict[st
     return {"payload": payload | more}
 
 
-def test_calls_and_steps_that_the_toolkit_did_not_note_are_merged_with_those_it_did():
+def test_calls_and_steps_that_the_toolkit_did_not_record_are_merged_with_those_it_did():
     plan, draft = call("plan", index=0, id="a"), call("draft", index=1, id="b", started_at=102.0)
     planned = step("planned", value=1.0, calls=1, about=(0,), at=101.0)
     moved = step("move", value=0.5, calls=2, about=(1, 0), at=103.5)
@@ -171,7 +171,7 @@ def test_calls_and_steps_that_the_toolkit_did_not_note_are_merged_with_those_it_
     assert json.loads(json.dumps(read)) == again
 
 
-def test_steps_from_elsewhere_have_the_indices_of_the_recorded_calls():
+def test_steps_of_a_remote_service_have_the_indices_of_the_recorded_calls():
     # A retriever's model is called elsewhere too; the server records the policy's calls alone.
     hosts = ("other", "localhost", "other", "localhost")
     sent = [call(index=i, id=f"c{i}", host=h, started_at=100.0 + i) for i, h in enumerate(hosts)]

@@ -1,4 +1,4 @@
-"""Durable files: whole or as before, and lines that a crash cut short."""
+"""Durable files: the old content or the new, and last lines that a crash cut short."""
 
 import os
 import threading

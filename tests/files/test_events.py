@@ -1,4 +1,4 @@
-"""events.py: what is appended can be read, after a kill too; a hole in a history is an error."""
+"""events.py: appended events can be read, also after a kill; a gap in a history is an error."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One command at a time in a directory; a dead one blocks nobody."""
+"""One command at a time in a directory; a killed one blocks nothing."""
 
 import os
 import signal

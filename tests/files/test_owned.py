@@ -1,4 +1,4 @@
-"""What hone clears carries its mark; everything else stays."""
+"""hone clears directories that have its mark, and no others."""
 
 from pathlib import Path
 

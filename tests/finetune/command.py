@@ -1,7 +1,7 @@
 """`hone finetune` in a directory of its own, over parts that need no server.
 
 In:   overrides and options of the command
-Out:  its exit status, its events, and what its parts were asked to do
+Out:  its exit status, its events, and the calls of its parts
 """
 
 import json

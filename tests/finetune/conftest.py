@@ -1,4 +1,4 @@
-"""A real server, a command, a Ctrl-C, a rehearsal."""
+"""Fixtures: a real server, the command, Ctrl-C, a run up to its first epoch."""
 
 import logging
 import signal

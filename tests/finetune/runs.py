@@ -1,6 +1,6 @@
-"""Event logs of runs that never were, as the trainer would write them.
+"""Event logs of simulated runs, as the trainer would write them.
 
-In:   a Story: how long, how well, and what goes wrong
+In:   a Story: its length, its rewards, its failures
 Out:  the events in order; `tell` also writes them, and the rollouts of validations, into a directory
 """
 

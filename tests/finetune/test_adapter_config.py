@@ -1,4 +1,4 @@
-"""finetune/adapter_config.py: the seed's defaults, keys that go together, what is sent of them."""
+"""finetune/adapter_config.py: the seed's defaults, keys that depend on each other, what is sent."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""HoneServerAdapter at a stand-in that does what a sound server never does."""
+"""HoneServerAdapter with a scripted server, for failures that a real server rarely has."""
 
 import asyncio
 from collections.abc import AsyncIterator

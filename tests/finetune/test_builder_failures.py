@@ -1,4 +1,4 @@
-"""RolloutBuilder over a real server with a tiny model: what fails, goes on, or is not seen."""
+"""RolloutBuilder over a real server with a tiny model: failures, resumed rounds, calls that hone cannot see."""
 
 import asyncio
 import json

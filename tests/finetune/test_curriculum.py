@@ -1,6 +1,6 @@
-"""Which groups are trained when: the exact schedule, ranking, sampling, and what is not run at all.
+"""Which groups are trained in which epoch: the exact schedule, ranking, sampling, skipped examples.
 
-Of upstream's expectations (spec of the originals' tests) these carry over and are marked (upstream):
+These expectations of upstream's tests hold here too; their tests are marked (upstream):
 disabled returns an equal collection; 0.5 of 4 groups is 2, total_groups 4, 2 included; an expansion
 at epoch 2 with interval 2 from 0.25 by 0.25 gives 0.5, last_expansion_epoch 2, 2 groups; of one
 group, a random_subsample of 0.5 keeps 5 of 10 trajectories; a group without variance is dropped;

@@ -1,4 +1,4 @@
-"""What must not change under a run."""
+"""What must not change between two starts of a run."""
 
 from pathlib import Path
 from typing import Any

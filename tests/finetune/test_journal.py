@@ -1,4 +1,4 @@
-"""What a killed run needs to go on."""
+"""What a killed run needs to resume."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is kept of a rollout survives a round through JSON, whatever the agent returned."""
+"""Records of rollouts survive a round trip through JSON, whatever the agent returned."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a run stands, from its events alone, and what it does next."""
+"""The state of a run, from its events alone, and what it does next."""
 
 from itertools import chain
 from pathlib import Path

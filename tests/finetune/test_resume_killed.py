@@ -1,4 +1,4 @@
-"""Killed after any write at all, a run goes on and comes to the same end."""
+"""A run that is killed after any write resumes and ends with the same result."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Failures of the policy and of its evaluator, in training and validation: none disappears."""
+"""Failures of the policy and of its evaluator, in training and validation: none is lost."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""interrupt.py: one Ctrl-C ends a run in order, two leave at once, and asyncio says nothing."""
+"""tasks/interrupt.py: one Ctrl-C ends a run with a report, two exit at once, and asyncio logs nothing."""
 
 import asyncio
 import logging

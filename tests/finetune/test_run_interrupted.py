@@ -1,4 +1,4 @@
-"""`hone finetune` after Ctrl-C, or without its server: what it says and leaves, and that it goes on."""
+"""`hone finetune` after Ctrl-C, or without its server: its messages, its files, and that it resumes."""
 
 import asyncio
 import json

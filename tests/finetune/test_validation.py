@@ -1,4 +1,4 @@
-"""finetune/validation.py: held-out examples before, during and after; what failed is no 0."""
+"""finetune/validation.py: held-out examples before, during and after; a failure is not a 0."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
 """A trainer in a directory, over parts that need no server, as often as it is started.
 
 In:   examples, rewards, keys of the `finetuning:` section
-Out:  how its epochs ended, its events, what its parts were asked to do
+Out:  how its epochs ended, its events, the calls of its parts
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Loggers get everything once, and trouble of theirs is none of the run's."""
+"""Loggers get everything once, and a logger that fails does not affect the run."""
 
 import json
 import os

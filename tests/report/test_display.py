@@ -1,4 +1,4 @@
-"""report/display.py: where a run stands, by its events alone; lines, and one live picture."""
+"""report/display.py: the state of a run, by its events alone; lines, and a live display."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""report/estimate.py: intervals and p values by hand; how often chance alone is certain."""
+"""report/estimate.py: intervals and p values by hand; how often equal policies look different."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""report/headline.py: the first words of a report are true of every run, also of those that failed."""
+"""report/headline.py: the headline of a report is right for every run, also for one that failed."""
 
 import json
 from collections.abc import Mapping, Sequence

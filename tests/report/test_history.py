@@ -1,4 +1,4 @@
-"""report/history.py: which validation was the best, for all who ask."""
+"""report/history.py: which validation is the best, for the run and for its report."""
 
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,7 @@
-"""A server that says what a test told it to, over hone's native routes and with its real types.
+"""A scripted server, over hone's native routes and with its real types.
 
 In:   events of jobs, as the test emits them; a link that can be cut
-Out:  what a RemoteBackend sees of a server in trouble: lost answers, broken streams, refusals
+Out:  what a RemoteBackend gets from a failing server: lost answers, broken streams, refusals
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""hone.rollout: who gets the header, who does not, and that nothing stays patched."""
+"""hone.rollout: which requests get the header, and that nothing stays patched."""
 
 import asyncio
 import contextlib

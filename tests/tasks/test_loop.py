@@ -1,4 +1,4 @@
-"""A command ends when its work has, whatever was left behind."""
+"""A command ends when its work has ended, whatever tasks and threads are left."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""retry: how often, how long between, and what is not tried again; plain and async."""
+"""retry: how often, how long between, and what is not retried; plain and async."""
 
 import asyncio
 import inspect

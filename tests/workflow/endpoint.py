@@ -1,6 +1,6 @@
-"""An OpenAI API that answers what a test told it to, over real HTTP.
+"""An OpenAI API with scripted replies, over real HTTP.
 
-In:   replies, in the order in which they are to be given; without any it says "ok"
+In:   replies, in order; without any, each is "ok"
 Out:  chat completions, completions and responses, whole or streamed as they are asked for
 """
 

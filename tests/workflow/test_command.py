@@ -99,7 +99,7 @@ async def test_the_environment_has_the_rollout_s_address(
     assert env["OPENAI_BASE_URL"] == env["OPENAI_API_BASE"] == f"{rollout}/v1"
     assert env["ANTHROPIC_BASE_URL"] == rollout  # its client appends /v1/messages
     assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == derive_inference_key("secret")
-    assert "secret" not in env.values()  # it opens the training API
+    assert "secret" not in env.values()  # it is valid for the training API
     assert env["HONE_MODEL"] == env["OPENAI_MODEL"] == env["ANTHROPIC_MODEL"] == "tiny"
     assert (env["HONE_ROLLOUT"], env["MY_URL"]) == ("run:1", f"{rollout}/v1?m=tiny")
     assert (env["OTHER"], env["JSON"]) == ("kept", '{"a": {}}')
@@ -295,7 +295,7 @@ async def test_after_an_answer_a_program_s_failure_is_the_policy_s_unless_it_was
     assert why(before)[0] == ("policy" if is_said else "infrastructure") and not before.answered
 
 
-async def test_a_program_that_cannot_start_lies_outside(tmp_path: Path):
+async def test_a_program_that_cannot_start_is_an_infrastructure_failure(tmp_path: Path):
     async with building(tmp_path, {"command": ["{config_dir}/agent.sh"]}) as builder:
         (tmp_path / "agent.sh").write_text("#!/no/such/shell\n")
         (tmp_path / "agent.sh").chmod(0o755)
@@ -310,7 +310,7 @@ async def test_the_place_of_a_program_s_failure_is_read_from_its_stderr(tmp_path
     assert result.failure is not None and result.failure.failure.place == "agent.py:7"
 
 
-def test_a_code_cannot_be_the_policy_s_and_not(prose: Prose, tmp_path: Path):
+def test_an_exit_code_cannot_be_in_both_lists(prose: Prose, tmp_path: Path):
     codes = {"policy_failure_exit_codes": [3, 4], "infrastructure_exit_codes": [4, 5]}
     file = tmp_path / "config.yml"
     file.write_text(yaml.safe_dump({"workflow": {"_type": "command", "command": ["x"], **codes}}))
@@ -353,7 +353,7 @@ async def test_output_is_bounded_and_may_be_any_bytes(prose: Prose, tmp_path: Pa
     assert garbage == "a\N{REPLACEMENT CHARACTER}\0b"
 
 
-async def test_a_program_that_reads_no_input_gets_a_large_one_anyway(prose: Prose, tmp_path: Path):
+async def test_a_program_may_ignore_a_large_input(prose: Prose, tmp_path: Path):
     assert await output_of(tmp_path, {"command": ["echo", "ok"]}, "x" * 5_000_000) == "ok"
     argument = {"command": ["echo", "{input}"]}
     for input in ("x" * 5_000_000, "a\0b"):
@@ -497,7 +497,7 @@ async def test_a_rollout_that_is_cancelled_while_files_are_copied_leaves_none(
 @pytest.mark.e2e
 @linux_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-async def test_nothing_outlives_a_hone_that_is_stopped(
+async def test_nothing_is_left_when_hone_is_stopped(
     tmp_path: Path, nothing_is_left: Path, number: int
 ):
     note, file = tmp_path / "pids", tmp_path / "config.yml"
@@ -515,6 +515,6 @@ async def test_nothing_outlives_a_hone_that_is_stopped(
     assert len(alive(pids)) == 3 and len(list(nothing_is_left.iterdir())) == 1
     command.send_signal(number)
     await command.wait()
-    # A process of its own cleans up after SIGKILL.
+    # A separate process cleans up after SIGKILL.
     while alive(pids) or list(nothing_is_left.iterdir()):
         await asyncio.sleep(0.05)

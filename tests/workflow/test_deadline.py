@@ -33,7 +33,7 @@ async def forever(question: str) -> None:
     await asyncio.Event().wait()
 
 
-async def test_the_deadline_moves_by_what_was_held_and_not_beyond(prose: Prose):
+async def test_the_deadline_moves_only_by_the_held_time(prose: Prose):
     # 0.1 s; then 0.2 s were held: until 0.3 s; then 0.25 s: until 0.35 s; then nothing more.
     held = Held(0.2, 0.25, 0.25)
     result = await ran(forever, timeout_s=0.1, held_s=held)
@@ -45,7 +45,7 @@ async def test_the_deadline_moves_by_what_was_held_and_not_beyond(prose: Prose):
     prose(result.failure.failure.message)
 
 
-async def test_who_ends_in_the_extension_has_ended():
+async def test_work_that_ends_in_the_extension_succeeds():
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def held(rollout: str, since: float) -> float:
@@ -62,7 +62,7 @@ async def test_who_ends_in_the_extension_has_ended():
     assert (await running).output == "late but well"
 
 
-async def test_who_ends_while_the_server_is_asked_has_ended():
+async def test_work_that_ends_while_the_server_is_asked_succeeds():
     asked = asyncio.Event()
 
     async def held(rollout: str, since: float) -> float:
@@ -77,7 +77,7 @@ async def test_who_ends_while_the_server_is_asked_has_ended():
 
 
 @pytest.mark.parametrize("error", [Unreachable("no server answers"), TimeoutError()])
-async def test_a_server_that_cannot_be_asked_extends_nothing(
+async def test_the_deadline_does_not_move_if_the_server_cannot_be_asked(
     prose: Prose, error: Exception, caplog: pytest.LogCaptureFixture
 ):
     held = Held(0.1, error)
@@ -88,7 +88,7 @@ async def test_a_server_that_cannot_be_asked_extends_nothing(
     assert "cannot be asked for how long it held calls" in caplog.text
 
 
-async def test_nobody_is_asked_before_the_deadline_or_without_one():
+async def test_the_server_is_asked_only_after_a_deadline():
     held = Held(300.0)
 
     async def agent(question: str) -> str:
@@ -99,7 +99,7 @@ async def test_nobody_is_asked_before_the_deadline_or_without_one():
     assert held.asked == []
 
 
-async def test_a_service_has_the_rollouts_extension(prose: Prose):
+async def test_the_timeout_of_a_service_is_extended_like_the_rollouts(prose: Prose):
     rollout, recorder = recorded("r")
     held = Held(0.1, 0.1)
     recorder.held = lambda since: held("r", since)
@@ -110,7 +110,7 @@ async def test_a_service_has_the_rollouts_extension(prose: Prose):
     prose(raised)
 
 
-async def test_a_block_that_ends_in_time_is_not_disturbed():
+async def test_a_block_that_ends_in_time_is_not_cancelled():
     async with Deadline(300.0).limit():
         pass
     async with Deadline(None).limit():

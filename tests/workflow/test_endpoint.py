@@ -1,4 +1,4 @@
-"""A failure of a workflow behind `--endpoint`: its cause travels, and this side knows the policy."""
+"""A failure of a workflow behind `--endpoint`: the service reports its cause, the client knows the policy."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def failing(error: Exception) -> Starlette:
         (PolicyFailure("x", reason="step_limit"), *[("policy", "step_limit")] * 2),
     ],
 )
-async def test_the_service_says_the_cause_and_this_side_whether_the_policy_answered(
+async def test_the_service_reports_the_cause_and_the_client_knows_whether_the_policy_answered(
     error: Exception, after: tuple[str, str], before: tuple[str, str]
 ):
     """The service sees no call here: its agent may have made them in another process."""
@@ -64,7 +64,7 @@ async def test_the_service_says_the_cause_and_this_side_whether_the_policy_answe
         ({}, ("policy", "agent_error")),
     ],
 )
-async def test_the_toolkit_s_service_says_only_the_class(
+async def test_the_toolkit_s_service_reports_only_the_class(
     line: dict[str, str], expected: tuple[str, str]
 ):
     async def answer(request: Any) -> PlainTextResponse:

@@ -1,4 +1,4 @@
-"""Why a rollout failed: whose doing it was, by what the agent raised and the answers before it."""
+"""Why a rollout failed, by the exception of the agent and the answers before it."""
 
 import asyncio
 import errno
@@ -106,7 +106,9 @@ def leave(text: str) -> Any:
         (leave, ("policy", "agent_error")),
     ],
 )
-async def test_what_the_agent_raises_is_data(reads: Any, expected: tuple[str, str]):
+async def test_an_exception_of_the_agent_is_recorded_as_a_failure(
+    reads: Any, expected: tuple[str, str]
+):
     async with serving(Endpoint(Reply("no json"))) as url:
         llm = model(url)
 
@@ -121,7 +123,7 @@ async def test_what_the_agent_raises_is_data(reads: Any, expected: tuple[str, st
     assert len(result.calls) == 1
 
 
-async def test_unparseable_before_any_answer_is_not_the_policy_s_doing():
+async def test_a_parse_error_before_any_answer_is_not_the_policy_s_failure():
     async def agent(question: str) -> Any:
         return json.loads(question)
 
@@ -156,7 +158,7 @@ CUT = (
         (wrong_type, ("policy", "agent_error"), CUT),
     ],
 )
-async def test_after_an_answer_that_was_cut_only_what_cannot_read_it_is_the_token_limit(
+async def test_after_a_truncated_answer_only_parse_errors_have_the_reason_token_limit(
     reads: Any, expected: tuple[str, str], more: str
 ):
     async with serving(Endpoint(Reply("ok"), Reply("1, 2, 3", finish="length"))) as url:
@@ -176,7 +178,7 @@ async def test_after_an_answer_that_was_cut_only_what_cannot_read_it_is_the_toke
     assert reads.__name__ in failure.traceback
 
 
-async def test_a_bug_of_the_agent_after_whole_answers_says_nothing_of_limits(prose: Prose):
+async def test_a_bug_of_the_agent_after_whole_answers_does_not_mention_limits(prose: Prose):
     async with serving(Endpoint(Reply("ok"))) as url:
         llm = model(url)
 
@@ -212,7 +214,7 @@ BUSY = {"error": {"message": "busy"}}
     ],
 )
 @pytest.mark.parametrize("hidden", ["", "plain", "refusal"])
-async def test_what_the_server_refuses(
+async def test_requests_that_the_server_refuses(
     replies: list[Reply], expected: tuple[str, str], hidden: str
 ):
     async with serving(Endpoint(*replies)) as url:
@@ -249,7 +251,7 @@ async def test_a_server_that_is_not_there_is_a_connection_failure():
     ("error", "reason"),
     [(TimeoutError("tool"), "timeout"), (BrokenPipeError("tool"), "connection")],
 )
-async def test_the_world_s_own_errors(error: Exception, reason: str):
+async def test_errors_of_the_environment(error: Exception, reason: str):
     async def agent(question: str) -> None:
         raise error
 
@@ -347,7 +349,7 @@ async def test_a_conversation_too_long_for_anthropic_s_client(answered: bool):
         ([], ("infrastructure", "connection")),
     ],
 )
-async def test_errors_of_anthropic_s_client_are_told_apart_too(
+async def test_errors_of_anthropic_s_client_are_classified_too(
     prose: Prose, replies: list[Reply], expected: tuple[str, str]
 ):
     async with serving(Endpoint(*replies)) as url:
@@ -503,7 +505,7 @@ HostileBody.__name__ = "APIStatusError"
 OUTSIDE, POLICY = "infrastructure", "policy"
 A, B = KeyError("square"), ValueError("x")
 TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
-    # An exception of the agent after an answer, of a class that nobody has heard of.
+    # An exception of the agent after an answer, of an unknown class.
     (KeyError("square"), ANSWERED, (POLICY, "agent_error")),
     (named("NobodyHasHeardOfIt"), ANSWERED, (POLICY, "agent_error")),
     (named("NobodyHasHeardOfIt"), (), (OUTSIDE, "agent_error")),
@@ -513,7 +515,7 @@ TABLE: list[tuple[BaseException, Sequence[SeenCall], tuple[str, str]]] = [
     (RecursionError("too deep"), ANSWERED, (POLICY, "agent_error")),
     (asyncio.CancelledError("own task"), ANSWERED, (POLICY, "agent_error")),
     (subprocess.CalledProcessError(1, "python"), ANSWERED, (POLICY, "agent_error")),
-    # The agent's own word.
+    # The agent says it, by hone's exceptions.
     (PolicyFailure("x", reason="step_limit"), (), (POLICY, "step_limit")),
     (chained(PolicyFailure("x"), ConnectionError()), ANSWERED, (POLICY, "policy")),
     (chained(RuntimeError("tool"), PolicyFailure("x")), ANSWERED, (POLICY, "policy")),
@@ -666,7 +668,7 @@ def test_whose_failure_it_is(
     assert (failure.kind, failure.reason) == expected
 
 
-async def test_an_exception_that_raises_when_it_is_read_is_data_too():
+async def test_an_exception_that_raises_when_it_is_read_is_a_failure_too():
     async def agent(question: str) -> None:
         raise Hostile
 
@@ -697,7 +699,7 @@ class DailyQuota(Quota):
         ("not_imported.Anywhere", "policy"),
     ],
 )
-def test_the_yaml_lists_exceptions_that_lie_outside(listed: str, expected: str):
+def test_exceptions_listed_in_the_yaml_are_infrastructure(listed: str, expected: str):
     error = chained(RuntimeError("tool"), DailyQuota("100 searches"))
     assert raised(error, ANSWERED, listed=[listed]).kind == expected
 
@@ -712,7 +714,7 @@ def test_a_listed_name_may_be_the_one_that_a_package_exports():
     assert raised(error, ANSWERED, listed=["requests.RequestException"]).kind == "infrastructure"
 
 
-async def test_a_tool_that_the_agent_limits_is_the_policy_s_and_a_request_is_not():
+async def test_a_timeout_of_the_agent_s_own_work_is_the_policy_s_and_of_a_request_is_not():
     """asyncio.timeout raises one class, whatever it interrupts."""
     endpoint = Endpoint(Reply("while True: pass"))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
@@ -771,7 +773,7 @@ async def test_an_exception_after_a_frozen_model_s_answer_is_not_the_policy_s():
     [
         ((), "infrastructure"),
         ((YES,), "policy"),
-        ((YES, unanswered(error=UNANSWERED, status=None)), "policy"),  # it would go on for ever
+        ((YES, unanswered(error=UNANSWERED, status=None)), "policy"),  # it would never end
         ((YES, unanswered(error="HTTP 503", status=503)), "infrastructure"),  # it waits to retry
     ],
 )
@@ -821,5 +823,7 @@ UNKNOWN = {"error": {"message": "no", "code": "model_not_found"}}
         ("", None),
     ],
 )  # fmt: skip
-def test_what_a_program_prints_may_say_that_the_cause_lies_outside(stderr: str, reason: str | None):
+def test_the_stderr_of_a_program_may_show_an_infrastructure_failure(
+    stderr: str, reason: str | None
+):
     assert outside_in(stderr) == reason

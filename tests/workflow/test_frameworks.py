@@ -95,8 +95,8 @@ async def test_graphs_of_langgraph():
     check(model, results, "own", nodes, "")
     check(model, results, "import", ["<workflow>.ask"], "done")
     assert [r["failure"] for r in results["endless"]] == [["policy", "step_limit"]] * 2
-    assert re.search(r"makes no agent: .*\.py:\d+: KeyError: 'no such tool'", results["broken"])
-    assert "has the parameter 'city', which hone does not give; set args.city" in results["tool"]
+    assert re.search(r"failed: .*\.py:\d+: KeyError: 'no such tool'", results["broken"])
+    assert "has the parameter 'city', which hone does not pass; set args.city" in results["tool"]
     assert "has no parameter 'nte', but args.nte is set. Did you mean 'note'?" in results["typo"]
     assert "per_rollout is set, and target" in results["object"]
     assert results["environment"], "variables are set while a target is loaded, and then not"

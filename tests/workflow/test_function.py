@@ -1,4 +1,4 @@
-"""Functions: what they take, what they run in, and under which name."""
+"""Functions: their arguments, their context, their names."""
 
 import asyncio
 import re
@@ -95,7 +95,7 @@ async def variadic(*args: Any, **kwargs: Any) -> Any:
         (board, '{"cells": ["x"], "turn": "o"}', Board(cells=["x"], turn="o")),
         (search, "plain words", ("plain words", 5)),
         (search, '{"query": "q", "limit": "2"}', ("q", 2)),
-        # JSON, but not these parameters: it is the text that was meant.
+        # JSON, but not these parameters: the text itself is the input.
         (search, '{"board": 1}', ('{"board": 1}', 5)),
         (add, '{"a": 1, "b": 2}', 3),
         (add, {"a": "1", "b": 2}, 3),
@@ -110,7 +110,7 @@ async def test_an_input_becomes_the_arguments(fn: Any, input: Any, expected: Any
     assert await Function.of("f", fn)(input) == expected
 
 
-async def test_arguments_may_be_given_by_name(prose: Prose):
+async def test_arguments_may_be_passed_by_name(prose: Prose):
     assert await Function.of("f", add)(a=1, b=2) == 3
     assert await Function.of("f", text)(input="hi") == "hi"
     assert await Function.of("f", model)(text="q", limit=1) == Query(text="q", limit=1)
@@ -130,7 +130,9 @@ async def test_arguments_may_be_given_by_name(prose: Prose):
         (text, None, "takes input: str"),
     ],
 )
-async def test_an_input_that_does_not_fit_says_what_does(fn: Any, input: Any, takes: str):
+async def test_the_error_for_an_input_that_does_not_fit_names_the_parameters(
+    fn: Any, input: Any, takes: str
+):
     with pytest.raises(ValidationError) as caught:
         await Function.of("f", fn)(input)
     assert re.search(f"function 'f' {takes}", caught.value.__notes__[0])
@@ -186,7 +188,7 @@ async def test_objects_and_partial_functions_are_functions():
     assert await Function.of("late", lambda input: text(input))("awaited") == "awaited"
 
 
-async def test_paths_nest_and_come_back():
+async def test_function_paths_nest_and_are_restored():
     seen: list[str] = []
 
     async def leaf(input: str) -> None:
@@ -212,7 +214,7 @@ async def test_paths_nest_and_come_back():
     assert seen[-1] == "none"
 
 
-async def test_a_plain_function_does_not_hold_the_loop():
+async def test_a_plain_function_does_not_block_the_event_loop():
     entered, leave = threading.Event(), threading.Event()
 
     def slow(input: str) -> str:
@@ -227,7 +229,7 @@ async def test_a_plain_function_does_not_hold_the_loop():
     assert await task == "done"
 
 
-async def test_errors_of_a_thread_arrive_as_they_are():
+async def test_errors_of_a_thread_are_raised_unchanged():
     def fails(input: str) -> None:
         raise LookupError(input)
 
@@ -241,7 +243,7 @@ async def test_errors_of_a_thread_arrive_as_they_are():
         await Function.of("f", stops)("x")
 
 
-def test_what_is_no_function_is_refused(prose: Prose):
+def test_values_that_are_not_functions_are_refused(prose: Prose):
     with pytest.raises(ConfigError) as caught:
         Function.of("f", 3)
     prose(caught)
@@ -258,7 +260,7 @@ def test_what_is_no_function_is_refused(prose: Prose):
         prose(caught)
 
 
-async def test_annotations_that_name_nothing_are_no_obstacle():
+async def test_annotations_that_cannot_be_resolved_are_ignored():
     async def agent(input: "NoSuchType") -> Any:  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         return input
 

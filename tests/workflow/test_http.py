@@ -94,7 +94,7 @@ async def test_the_address_may_go_into_the_body_other_headers_and_the_url(tmp_pa
     assert yaml.safe_load(body) == {"task": {"n": 1}, "text": 'do: {"n": 1}', "llm": [ROOT, 3]}
 
 
-async def test_half_a_character_does_not_fail_the_rollout(tmp_path: Path):
+async def test_a_lone_surrogate_does_not_fail_the_rollout(tmp_path: Path):
     """Text that was cut inside a surrogate pair, as `json.loads` reads it."""
     service = Service()
     async with serving(service) as url:
@@ -122,7 +122,7 @@ async def test_a_string_is_sent_as_text_and_get_sends_nothing(tmp_path: Path):
 async def test_the_output_may_be_a_part_of_the_response(prose: Prose, tmp_path: Path):
     service = Service(b'{"choices": [{"message": {"content": "four"}}], "n": 2}')
     async with serving(service) as url:
-        # A service that speaks the OpenAI API is still no model: its request is not a call.
+        # Even if the service has an OpenAI API, the request to it is not a model call.
         ask = {"url": f"{url}/v1/chat/completions"}
         path = "$.choices[0].message.content"
         result = await result_of(tmp_path, {**ask, "output_path": path}, host="127.0.0.1")
@@ -150,7 +150,7 @@ async def test_the_output_may_be_a_part_of_the_response(prose: Prose, tmp_path: 
         (422, *[("policy", "http_status")] * 2),
     ],
 )
-async def test_a_status_is_failure_data(
+async def test_an_error_status_is_a_failure(
     prose: Prose, tmp_path: Path, status: int, before: tuple[str, str], after: tuple[str, str]
 ):
     async with serving(Service(b"no tool\nof that name", status)) as url:
@@ -165,7 +165,7 @@ async def test_a_status_is_failure_data(
     assert failure.traceback == "no tool\nof that name"
 
 
-async def test_after_an_answer_only_a_lost_connection_lies_outside(tmp_path: Path):
+async def test_after_an_answer_only_a_lost_connection_is_infrastructure(tmp_path: Path):
     known = {"host": "localhost", "recorded_calls": one_answer}
     service = Service(b"no json")
     async with serving(service) as url:

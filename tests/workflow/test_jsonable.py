@@ -1,4 +1,4 @@
-"""Whatever a workflow returns can be written, and read again by anybody."""
+"""Whatever a workflow returns can be written as JSON that every reader accepts."""
 
 import json
 from typing import Any
@@ -22,25 +22,25 @@ class Detached(dict[str, Any]):
     values = items
 
 
-def test_what_json_can_hold_stays_what_it_is():
+def test_json_values_are_unchanged():
     value = {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": ()}}
     assert json.loads(dumps(value)) == {"a": [1, 2.5, None, True, "\u00e9"], "b": {"c": []}}
 
 
-def test_what_json_cannot_hold_stands_there_as_text():
+def test_other_values_become_text():
     circle: list[Any] = [1]
     circle.append(circle)
     value = {("a", 1): float("nan"), 3: {7}, None: Mute(), "c": circle, "n": 10**5000}
     value_read = json.loads(dumps(value))
     assert value_read["('a', 1)"] == "NaN" and value_read["3"] == [7]
-    assert value_read["null"] == "<Mute, whose text cannot be had: RuntimeError>"
+    assert value_read["null"] == "<Mute, whose str() failed: RuntimeError>"
     assert value_read["c"] == [1, "<holds itself>"]
     assert int(value_read["n"], 16) == 10**5000
     assert json.loads(dumps([1, Detached(a=2)])) == [1, "{'a': 2}"]
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(DEPTH, False), (DEPTH + 2, True), (5000, True)])
-def test_what_is_nested_too_deep_is_cut(depth: int, cut: bool):
+def test_values_nested_too_deep_are_cut(depth: int, cut: bool):
     deep: Any = "x"
     for i in range(depth):
         deep = [deep] if i % 2 else {"in": deep}
@@ -49,7 +49,7 @@ def test_what_is_nested_too_deep_is_cut(depth: int, cut: bool):
     assert json.loads(written) is not None and ('"x"' in written) != cut
 
 
-def test_what_holds_itself_twice_is_written_too():
+def test_values_that_contain_themselves_twice_are_written_too():
     twice: list[Any] = []
     twice += [twice, twice]
     assert json.loads(dumps(twice)) == ["<holds itself>", "<holds itself>"]

@@ -1,4 +1,4 @@
-"""`llms:` entries: addresses, keys, what goes with every request."""
+"""`llms:` entries: addresses, keys, parameters of every request."""
 
 import asyncio
 from pathlib import Path
@@ -41,7 +41,7 @@ async def made(
         return await builder.get_llm("chat")
 
 
-async def test_params_go_with_every_request():
+async def test_params_are_sent_with_every_request():
     endpoint = Endpoint()
     async with serving(endpoint) as url:
         params = {"temperature": 0.4, "max_tokens": 8, "top_k": 3, "logprobs": True}
@@ -82,7 +82,7 @@ async def test_one_client_per_loop_and_one_for_threads():
         await llm.close()
 
 
-async def test_no_proxy_stands_before_this_machine(monkeypatch: pytest.MonkeyPatch):
+async def test_no_proxy_is_used_for_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     async with serving(Endpoint()) as url:
         llm = LLM(base_url=url, model="m", max_retries=0)
@@ -90,7 +90,7 @@ async def test_no_proxy_stands_before_this_machine(monkeypatch: pytest.MonkeyPat
         await llm.close()
 
 
-async def test_no_pool_on_this_side_limits_the_rollouts():
+async def test_the_connection_pool_does_not_limit_the_rollouts():
     gate, together = asyncio.Event(), 120  # httpx's own pool holds 100 connections
     endpoint = Endpoint(*(Reply(gate=gate) for _ in range(together)))
     async with serving(endpoint) as url:
@@ -111,18 +111,18 @@ async def test_no_pool_on_this_side_limits_the_rollouts():
         ("https://models.example/v1", "https://models.example/v1"),
     ],
 )
-def test_an_address_is_one_that_can_be_reached(address: str, expected: str):
+def test_a_wildcard_address_becomes_a_reachable_one(address: str, expected: str):
     assert dialled(address) == expected == LLM(base_url=address, model="m").base_url
 
 
 @pytest.mark.parametrize("wrong", ["localhost:8000", "8000", "", "ftp://x/v1"])
-def test_an_address_that_is_none_is_refused(prose: Prose, wrong: str):
+def test_an_invalid_address_is_refused(prose: Prose, wrong: str):
     with pytest.raises(ConfigError) as caught:
         dialled(wrong)
     prose(caught)
 
 
-async def test_the_seed_s_entry(prose: Prose, tmp_path: Path):
+async def test_the_entry_of_the_seed_document(prose: Prose, tmp_path: Path):
     llm = await made(
         tmp_path,
         "_type: openai, model_name: Qwen/Qwen2.5-3B-Instruct, api_key: default, temperature: 0.4, "
@@ -139,7 +139,7 @@ async def test_the_seed_s_entry(prose: Prose, tmp_path: Path):
     prose(caught)
 
 
-async def test_the_environment_is_asked_last(
+async def test_environment_variables_have_the_lowest_precedence(
     prose: Prose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(ConfigError) as caught:
@@ -154,7 +154,7 @@ async def test_the_environment_is_asked_last(
     assert (llm.base_url, llm.api_key) == ("http://[::1]:1", "k")
 
 
-async def test_a_trainable_model_is_where_it_is_served(prose: Prose, tmp_path: Path):
+async def test_a_trainable_model_has_the_address_of_its_server(prose: Prose, tmp_path: Path):
     served = Served("http://127.0.0.1:7/v1", "secret", "default/mine", "localhost")
     llm = await made(tmp_path, "_type: trainable, temperature: 1.0", served)
     assert (llm.base_url, llm.api_key, llm.model) == (served.base_url, "secret", "default/mine")
@@ -186,13 +186,13 @@ async def test_inside_a_rollout_the_training_server_has_a_url_for_it(tmp_path: P
         assert (foreign.model, foreign.rollout_url) == ("base", foreign.base_url)
 
 
-async def test_in_a_training_run_an_entry_sends_what_its_part_in_it_is(tmp_path: Path):
+async def test_in_a_training_run_the_role_of_an_entry_decides_its_model_name(tmp_path: Path):
     trained = Trained("mine", frozenset({"mine"}), "base", frozenset({("localhost", 7)}))
     served = Served("http://127.0.0.1:7/v1", "secret", "mine", "localhost", trained)
     entry = "_type: openai, model: base, base_url: 'http://127.0.0.1:7/v1'"
     assert (await made(tmp_path, entry, served, target="chat")).model == "mine"
     assert (await made(tmp_path, entry, served, target="other")).model == "mine@0"
-    # Elsewhere, as in `hone eval`, it asks for what it says.
+    # Outside a training run, as in `hone eval`, an entry sends its own model name.
     assert (await made(tmp_path, entry, served)).model == "base"
 
 
@@ -209,7 +209,7 @@ async def test_in_a_training_run_an_entry_sends_what_its_part_in_it_is(tmp_path:
         "_type: openai, model: a, temprature: 1",
     ],
 )
-async def test_what_is_wrong_with_an_entry_is_found_in_the_file(
+async def test_mistakes_in_an_entry_are_reported_with_the_file(
     prose: Prose, tmp_path: Path, entry: str
 ):
     with pytest.raises(ConfigProblems) as caught:
@@ -217,7 +217,7 @@ async def test_what_is_wrong_with_an_entry_is_found_in_the_file(
     prose(caught)
 
 
-async def test_a_framework_s_client_is_not_there_yet(prose: Prose, tmp_path: Path):
+async def test_a_framework_s_client_is_not_in_this_version(prose: Prose, tmp_path: Path):
     file = tmp_path / "config.yml"
     file.write_text("llms: {chat: {_type: openai, model: m, base_url: 'http://localhost:1'}}\n")
     async with build(read(file)) as builder:
@@ -228,7 +228,7 @@ async def test_a_framework_s_client_is_not_there_yet(prose: Prose, tmp_path: Pat
         prose(caught)
 
 
-def test_keys_of_the_entry_and_what_becomes_of_them():
+def test_what_each_key_of_an_entry_does():
     config = OpenAIConfig.model_validate(
         {"model": "m", "seed": 7, "top_p": 0.9, "thinking": False, "max_tokens": 5}
     )
@@ -284,7 +284,7 @@ async def test_a_server_is_asked_whether_it_has_addresses_for_rollouts():
             await llm.close()
 
 
-async def test_a_conversation_goes_on_with_the_messages_that_were_answered(prose: Prose):
+async def test_a_conversation_over_the_responses_api_continues_with_chat_messages(prose: Prose):
     endpoint = Endpoint(Reply("", tools=[("look", "{}")]), Reply("done"))
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     async with serving(endpoint) as url:
@@ -310,7 +310,7 @@ async def test_a_conversation_goes_on_with_the_messages_that_were_answered(prose
         await llm.close()
 
 
-async def test_a_response_that_failed_is_no_empty_answer(prose: Prose):
+async def test_a_failed_response_is_not_an_empty_answer(prose: Prose):
     failed = {"status": "failed", "error": {"code": "server_error", "message": "boom"}}
     async with serving(Endpoint(Reply("", top=failed))) as url:
         llm = LLM(base_url=url, model="m", api_type="responses", max_retries=0)

@@ -1,4 +1,4 @@
-"""`_type: python`: targets, what they are called with, and what is wrong with them."""
+"""`_type: python`: targets, their arguments, and mistakes in them."""
 
 import sys
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ async def run(directory: Path, workflow: str, input: Any, more: str = "") -> Any
         return await (await builder.get_workflow())(input)
 
 
-async def test_a_file_beside_the_yaml_finds_the_files_beside_it(tmp_path: Path):
+async def test_a_file_beside_the_yaml_can_import_the_files_beside_it(tmp_path: Path):
     (tmp_path / "agent_b7.py").write_text(
         "from words_b7 import shout\nasync def run(input: str):\n    return shout(input)\n"
     )
@@ -56,7 +56,7 @@ async def test_a_file_in_a_folder_and_a_module_of_a_package(tmp_path: Path):
     assert await run(tmp_path, "target: 'pack_b7/inner/agent.py:Agent.run'", "b") == ["b"]
 
 
-async def test_two_files_of_one_name_are_two_modules(tmp_path: Path):
+async def test_two_files_with_the_same_name_are_two_modules(tmp_path: Path):
     for number in "12":
         (tmp_path / number).mkdir()
         code = f"def run(input):\n    return {number}\n"
@@ -146,7 +146,7 @@ anything = 3
         "target: 'broken_c3.py:only_llm', llm: m",
     ],
 )
-async def test_what_cannot_be_called_is_found_when_it_is_built(
+async def test_a_function_that_cannot_be_called_is_refused_when_it_is_built(
     prose: Prose, tmp_path: Path, workflow: str
 ):
     (tmp_path / "broken_c3.py").write_text(BROKEN)
@@ -157,7 +157,9 @@ async def test_what_cannot_be_called_is_found_when_it_is_built(
     prose(caught)
 
 
-async def test_a_file_that_fails_while_it_loads_is_told_as_it_is(prose: Prose, tmp_path: Path):
+async def test_an_error_of_a_file_that_loads_is_reported_with_its_place(
+    prose: Prose, tmp_path: Path
+):
     (tmp_path / "fails_c4.py").write_text("import no_such_thing_c4\n")
     with pytest.raises(ConfigError) as refused:
         load_target("fails_c4.py:run", tmp_path)

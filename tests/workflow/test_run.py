@@ -1,4 +1,4 @@
-"""One rollout: what comes out of it, whatever the agent does."""
+"""One rollout: its result, whatever the agent does."""
 
 import asyncio
 import contextvars
@@ -45,7 +45,7 @@ async def test_a_rollout_has_output_calls_and_steps():
     assert current() is None
 
 
-async def test_ids_are_drawn():
+async def test_ids_are_random():
     async def agent(question: str) -> str:
         scope = current()
         assert scope is not None
@@ -55,7 +55,7 @@ async def test_ids_are_drawn():
     assert first.output == first.id != second.id == second.output
 
 
-async def test_a_plain_function_runs_in_a_thread_and_is_seen():
+async def test_a_plain_function_runs_in_a_thread_and_its_calls_are_captured():
     async with serving(Endpoint()) as url:
         llm = model(url)
 
@@ -84,7 +84,7 @@ class Panic(BaseException):
         ),
     ],
 )
-async def test_whatever_an_agent_raises_is_its_failure(error: BaseException, message: str):
+async def test_any_exception_of_an_agent_is_its_failure(error: BaseException, message: str):
     async def agent(question: str) -> None:
         raise error
 
@@ -111,7 +111,7 @@ async def test_more_plain_functions_run_at_once_than_a_pool_has_threads():
 # ---- deadlines --------------------------------------------------------------------------------
 
 
-async def test_a_deadline_before_any_answer_is_infrastructure(prose: Prose):
+async def test_a_timeout_before_any_answer_is_infrastructure(prose: Prose):
     async with serving(Endpoint(Reply(gate=asyncio.Event()))) as url:
         llm = model(url)
 
@@ -128,7 +128,7 @@ async def test_a_deadline_before_any_answer_is_infrastructure(prose: Prose):
     assert result.calls[0].error == "CancelledError"
 
 
-async def test_a_deadline_with_tokens_sampled_is_the_policy_s():
+async def test_a_timeout_after_an_answer_is_the_policy_s():
     async with serving(Endpoint(Reply())) as url:
         llm = model(url)
 
@@ -151,7 +151,7 @@ async def test_an_answer_after_the_deadline_is_too_late():
     assert why(await ran(agent, timeout_s=0.05)) == ("infrastructure", "timeout")
 
 
-async def test_an_agent_that_will_not_stop_is_left_and_its_calls_refused(
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned_and_its_calls_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(run_module, "GRACE_S", 0.2)
@@ -180,7 +180,7 @@ async def test_an_agent_that_will_not_stop_is_left_and_its_calls_refused(
     assert len(endpoint.requests) == 1
 
 
-async def test_a_thread_that_runs_on_is_left_and_its_calls_refused():
+async def test_a_thread_that_keeps_running_is_abandoned_and_its_calls_are_refused():
     went_on, refused = threading.Event(), threading.Event()
     endpoint = Endpoint()
     async with serving(endpoint) as url:
@@ -221,7 +221,7 @@ async def test_cancelling_a_rollout_cancels_the_agent():
     assert cleaned.is_set() and current() is None
 
 
-async def test_an_agent_that_cancels_itself_has_failed_and_nothing_else_has():
+async def test_an_agent_that_cancels_itself_fails_alone():
     async def inner(question: str) -> None:
         part = asyncio.create_task(asyncio.sleep(60))
         part.cancel()
@@ -285,7 +285,7 @@ async def test_inputs_are_run_through_the_workflow_of_a_file(tmp_path: Path):
     assert [body["max_tokens"] for body in endpoint.bodies] == [9, 9, 9]
 
 
-def test_nothing_to_run_on_is_an_error(prose: Prose, tmp_path: Path):
+def test_a_missing_input_is_an_error(prose: Prose, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         run_inputs(RunOptions(tmp_path / "c.yml"))
     prose(caught)

@@ -111,7 +111,7 @@ class ArtBackend:
         verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
         raise NotInThisVersion("train_sft through ART's package; use hone.TrainableModel.train_sft")
-        yield {}  # makes it a generator, as the protocol asks
+        yield {}  # makes it a generator, as the protocol requires
 
 
 def _model(model: Any) -> TrainableModel:

@@ -17,7 +17,7 @@ _RATES = ("learning_rate", "learning_rates")
 
 
 class TrainableModel(model.TrainableModel[ConfigT], Generic[ConfigT]):
-    """A model that is trained, whose jobs have ART's learning rate unless they or it have another."""
+    """A trained model whose jobs use ART's learning rate if neither job nor model sets one."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)  # written out for type checkers: `_internal_config` is no field

@@ -33,8 +33,8 @@ Verbosity = Literal[0, 1, 2]
 class TrainConfig(train_config.TrainConfig):
     """How one job is trained, with ART's default learning rate; other keys are those of hone.
 
-    Only the keys that were set are sent. A rate that was not is that of the model: of its `defaults`
-    or `trainer_args`, else the same default, which `hone.art.TrainableModel` registers.
+    Only the keys that were set are sent. Without a learning rate, a job uses that of the model (its
+    `defaults` or `trainer_args`), else the same default, which `hone.art.TrainableModel` registers.
     """
 
     learning_rate: float = Field(default=ART_LEARNING_RATE, ge=0)

@@ -42,7 +42,7 @@ FINAL = frozenset({"done", "failed", "cancelled"})
 LONGEST_PAUSE_S = 5.0
 """Pause between two attempts."""
 LOOK_S = 1.0
-"""Time between two looks at what an engine does to start."""
+"""Time between two requests for the progress of an engine that starts."""
 _RETRIED = frozenset({429, 502, 503, 504})
 """HTTP statuses after which the same request may succeed, unless the response says otherwise."""
 
@@ -87,7 +87,7 @@ class Server:
         return None
 
     async def ended(self) -> HoneError:
-        """Wait until the server has ended for good, and return why; one that may come back never has."""
+        """Wait until the server has ended for good, and return why. Never returns if it may come back."""
         return await asyncio.get_running_loop().create_future()  # never done
 
     @property
@@ -97,7 +97,7 @@ class Server:
 
     @asynccontextmanager
     async def telling_start(self) -> AsyncIterator[None]:
-        """Meanwhile, log what an engine does to start: vLLM takes minutes."""
+        """Log the progress of an engine that starts, inside the block: vLLM takes minutes."""
         telling = asyncio.create_task(self._tell_start())
         try:
             yield
@@ -106,16 +106,16 @@ class Server:
             await asyncio.gather(telling, return_exceptions=True)
 
     async def _tell_start(self) -> None:
-        told = set[str]()
+        logged = set[str]()
         while True:
             await asyncio.sleep(LOOK_S)
-            with suppress(HoneError):  # whoever waits for the engine says what is wrong
+            with suppress(HoneError):  # the request that waits for the engine reports it
                 health = await self.ask("GET", "/health")
                 lines = health.get("parts", {}).get("engine", {}).get("starting", [])
                 for line in lines:
-                    if line not in told:
+                    if line not in logged:
                         log.info("%s", line)
-                told.update(lines)
+                logged.update(lines)
 
     async def ask(
         self,

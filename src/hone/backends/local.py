@@ -163,7 +163,7 @@ class LocalBackend(RemoteBackend):
             if not line:
                 raise self._failed_to_start(ended=line is not None)
             address: dict[str, Any] = json.loads(line)
-            self._output_start = self.output.stat().st_size  # after the lines of a good start
+            self._output_start = self.output.stat().st_size  # after the lines of a successful start
             self.base_url = f"http://127.0.0.1:{address['port']}"
             atexit.register(self.stop)
 

@@ -53,7 +53,7 @@ HEALTH_S = 10.0
 WITHDRAW_S = 10.0
 """How long a cancelled `train` tries to cancel its job."""
 HELD_S = 60.0
-"""How long one question for a rollout's held time waits for a call that is held."""
+"""How long a request for a rollout's held time waits while a call is held."""
 DAYS_S = 7 * 86400.0
 """Default timeout of a job, longer than any job takes."""
 

@@ -55,9 +55,9 @@ class NamedFunction:
 
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise ConfigError(
-                f"hone.function({self.name!r}) is on {fn.__qualname__}, which yields: between two "
-                "values other code runs, which it must not name. Use it as a block inside, around "
-                "the model calls."
+                f"hone.function({self.name!r}) is on {fn.__qualname__}, which yields: code "
+                "outside it runs between two values and must not get the name. Use a `with` block "
+                "around the model calls inside it."
             )
         return cast("Callable[P, T]", coroutine) if inspect.iscoroutinefunction(fn) else plain
 

@@ -71,7 +71,7 @@ class Exchange:
         self._open: tuple[Any, asyncio.AbstractEventLoop | None] | None = None
         """A streamed answer, and the event loop that reads it; None for a sync client."""
 
-    # ---- what the patched client tells ----------------------------------------------------
+    # ---- events of the patched client -----------------------------------------------------
 
     def resume_if_retry(self, function: str, sent: bytes) -> bool:
         """Whether the request retries this failed call; if so, the call is in progress again."""
@@ -131,7 +131,7 @@ class Exchange:
                 async with asyncio.timeout(CLOSE_S):
                     await response.aclose()
 
-    # ---- what it says ---------------------------------------------------------------------
+    # ---- the call as a SeenCall -----------------------------------------------------------
 
     def read(self) -> SeenCall:
         """The call as seen so far; when it has ended, it is parsed and its bytes are released."""

@@ -50,7 +50,7 @@ Yes = Annotated[
 
 
 def size(num_bytes: int) -> str:
-    """A size for people, such as 1.5 MB."""
+    """A human-readable size, such as 1.5 MB."""
     power = min((len(str(num_bytes)) - 1) // 3, 4)
     return f"{num_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 

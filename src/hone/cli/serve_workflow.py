@@ -237,7 +237,7 @@ class WorkflowApp:
             except HTTPException as error:  # a body that is too large or too slow
                 return _error(error.status_code, error.detail, error.headers)
             except ClientDisconnect:
-                return _error(499, "the client has left")
+                return _error(499, "the client disconnected")
             except asyncio.CancelledError:  # uvicorn does this GRACE_S after a signal
                 return _error(503, "the service is stopping")
 

@@ -218,7 +218,7 @@ def register_trainer(config_type: type[C]) -> Decorator[C]:
 
 
 def register_logger(config_type: type[C]) -> Decorator[C]:
-    """The instance is a `loggers.base.Sink`; the factory gets no Builder, but the `loggers.base.Run`."""
+    """The instance is a `loggers.base.Sink`; the factory gets the `loggers.base.Run`, not a Builder."""
     return _register("logger", config_type)
 
 

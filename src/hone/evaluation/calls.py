@@ -180,7 +180,7 @@ def _sum(usage: dict[str, int]) -> int:
 def _some(item: EvalInputItem, values: list[Any]) -> list[Any]:
     if not values:
         raise ConfigError(
-            f"item {item.id!r}: no model call was seen that tells it; the workflow makes none, or "
+            f"item {item.id!r}: no captured model call has this value; the workflow makes no calls, or "
             "its client is neither httpx nor httpx2"
         )
     return values

@@ -236,7 +236,7 @@ class OutputDir:
         if not keys.disable:
             entry |= {keys.question_key: item.input_obj, keys.answer_key: item.expected_output_obj}
         entry |= {keys.expected_trajectory_key: item.expected_trajectory}
-        # The dataset's own text keeps what only looks like a secret: the file may be scored again.
+        # Text of the dataset that only looks like a secret is not hidden: the file may be scored again.
         entry = redact_json(_as_values(entry), keep=("id",), forms=False)
         steps = all_steps(item.trajectory, item.steps, item.events, kinds=kinds)
         entry |= redact_json(
@@ -337,7 +337,7 @@ def _as_values(value: Any) -> Any:
 
 
 def _is_written_as(value: Any, written: Any) -> bool:
-    """Whether a value of the dataset gives what is in the file, where its secrets are hidden."""
+    """Whether a value of the dataset, with its secrets hidden, equals the value in the file."""
     return value == written or redact_json(_as_values(value), forms=False) == written
 
 
@@ -356,7 +356,7 @@ def _modified(job: Path) -> float:
 
 
 def _written(directory: Path) -> list[str]:
-    """Names of the files that hone wrote here; names that lead elsewhere are ignored."""
+    """Names of the files that hone wrote here; paths outside the directory are ignored."""
     try:
         names = (directory / WRITTEN).read_text("utf-8", "replace").splitlines()
     except FileNotFoundError:

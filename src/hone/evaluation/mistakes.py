@@ -29,9 +29,9 @@ def signature_mistake(config: EvaluatorBaseConfig, directory: Path) -> str | Non
     function = _function(config, directory)
     if not isinstance(config, PythonEvaluatorConfig) or not callable(function):
         return None
-    given = {*config.args, *(["llm"] if config.llm is not None else [])}
+    arguments = {*config.args, *(["llm"] if config.llm is not None else [])}
     try:
-        parts_of(config.target, function, given)
+        parts_of(config.target, function, arguments)
     except ConfigError as error:
         return str(error)
     return None

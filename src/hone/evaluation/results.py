@@ -89,7 +89,7 @@ def extracted(result: RolloutResult, path: str) -> RolloutResult:
     if path != "$":
         try:
             values = values_at(path, json.loads(output) if isinstance(output, str) else output)
-            problem = None if values else f"nothing is at {path} of what the workflow returned"
+            problem = None if values else f"the workflow's output has nothing at {path}"
         except (ValueError, RecursionError) as error:
             values, problem = [], f"the workflow returned text that is not JSON ({error})"
         if problem is not None:

@@ -417,8 +417,8 @@ async def _evaluate(options: EvalOptions) -> EvalSummary:
         )
         if options.reps == 1 and run.compares():
             log.warning(
-                "an evaluator compares the runs of a row, and there is one run of each; --reps 4 "
-                "gives it something to compare"
+                "an evaluator compares the runs of each row, but each row runs only once; set --reps, "
+                "for example --reps 4"
             )
         structure = (general.dataset or JsonDataset()).structure
         with closing(OutputDir(general, structure)) as output:

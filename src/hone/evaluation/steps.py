@@ -93,7 +93,7 @@ def steps_of(entries: Any) -> list[Step]:
 
 
 def read_steps(entries: Any, where: str) -> tuple[list[SeenCall], list[Step]]:
-    """The calls and steps of an `intermediate_steps` list; `where` it is, for the error."""
+    """The calls and steps of an `intermediate_steps` list; `where`: its place, for the error."""
     try:
         return calls_of(entries), steps_of(entries)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""What is written to disk: durable files, locks, logs, the events of a run, its rollouts; without secrets."""
+"""Files on disk, without secrets: durable writes, locks, logs, the events of a run, its rollouts."""

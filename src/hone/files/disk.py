@@ -54,8 +54,8 @@ def sync(path: Path) -> None:
 def move(path: Path, target: Path) -> None:
     """Rename, in the same directory, to a name that is free.
 
-    If the directory cannot be synced, the rename is undone: a caller that is told of a failure, and
-    everybody who looks at the disk, see the old name.
+    If the directory cannot be synced, the rename is undone: the caller gets an error, and the file
+    keeps its old name.
     """
     path.rename(target)
     try:

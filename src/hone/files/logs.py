@@ -29,7 +29,7 @@ def say(what: str, *, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def show(what: str, **fields: Any) -> None:
-    """Log one line that the console shows, too: somebody waits."""
+    """Log one line that the console shows too, because a user waits for it."""
     _log(what, logging.INFO, {"fields": fields, "console": True})
 
 

@@ -12,7 +12,7 @@ configuration and the server's keys, wherever they occur. By name: `api_key=...`
 Most text is not secret, and text that is mangled misleads its reader. So a value that is a plain
 word or a placeholder is never removed, and a name without a value that looks random is not enough.
 Every pattern takes time linear in the text: what follows a repetition cannot make it start again.
-A secret that two separate texts hold a part of each is not found.
+A secret that is split between two texts is not recognized.
 """
 
 import base64
@@ -258,7 +258,7 @@ FORMS: dict[str, tuple[tuple[str, ...], str]] = {
         r"[A-Za-z0-9+/]{{32,}}+(?:[A-Za-z0-9+/=\s]|\\[nr])*+",
     ),
 }
-"""What issues the secret; literals that every such text contains; the pattern of the secret."""
+"""The issuer of the secret; literals that every such text contains; the pattern of the secret."""
 _EDGES = {
     # Also after `\n` in the text of a string, and after a character of an address such as `%3D`.
     "start": r"(?:(?<![\w-])|(?<=\\[nrt])|(?<=%[0-9A-F]{2}))",
@@ -318,7 +318,7 @@ def redact(text: str) -> str:
 
 
 def redact_start(text: str, length: int) -> str:
-    """The first characters of a text; a secret at the cut leaves no part of itself."""
+    """The first characters of a text, without a part of a secret at the cut."""
     return redact(text[: length + _LONGEST_QUOTED])[:length]
 
 

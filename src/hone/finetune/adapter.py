@@ -94,7 +94,7 @@ class HoneServerAdapter(TrainerAdapter):
         self.training_jobs: dict[str, str] = {}
         """The newest job of each run, by run id."""
         self._root: str | None = None
-        """Root of a server that is named in the file, if it tells."""
+        """Root of the running server that the file names, if the server reports it."""
         self._run_id: str | None = None
         """The run that was opened last."""
 

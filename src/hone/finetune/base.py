@@ -114,8 +114,8 @@ class RoundRequest:
     def of(cls, run_id: str, meta: Mapping[str, Any] | None) -> Self:
         """The request that a trainer passed as `meta`; other keys are its own."""
         known = {one.name for one in fields(cls)}
-        given = {key: value for key, value in (meta or {}).items() if key in known}
-        return cls(**{**given, "run_id": run_id})
+        request = {key: value for key, value in (meta or {}).items() if key in known}
+        return cls(**{**request, "run_id": run_id})
 
     @property
     def meta(self) -> dict[str, Any]:

@@ -142,14 +142,14 @@ class Curriculum:
         if rounds == len(groups) == 1:
             # Groups cannot be drawn from one; `random_subsample` applies to its trajectories.
             chosen = selected
-            kept = [self._subsample(groups[i], len(groups[i]), draw) for i in selected]
+            trained = [self._subsample(groups[i], len(groups[i]), draw) for i in selected]
         else:
             chosen = self._subsample(selected, ranked, draw, before.trained)
-            kept = [groups[i] for i in chosen]
+            trained = [groups[i] for i in chosen]
         self.counts[round] = Counts(len(telling), len(selected), len(chosen))
         included = self.state["included_groups"] if round else set()
         self.state["included_groups"] = included | {ids[i] for i in chosen}
-        return collection.model_copy(update={"trajectories": kept})
+        return collection.model_copy(update={"trajectories": trained})
 
     def snapshot(self) -> dict[str, Any]:
         """The state as JSON values, for `restore`."""

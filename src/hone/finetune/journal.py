@@ -138,7 +138,7 @@ class Journal:
         self._note_scored(record)
 
     def records(self, split: Split, epoch: int, round: int = 0) -> list[RolloutRecord]:
-        """Finished rollouts in order, as they are `at_close`; of each the last record only."""
+        """Finished rollouts in order, as they are `at_close`; only the last record of each."""
         path = self._rollouts(split, epoch)
         if self._indexed is None or self._indexed[0] != path:
             rounds: dict[int, Rollouts] = {}

@@ -64,7 +64,7 @@ def record_of(
         place: where it belongs in the run.
         reward: its reward; None if it has none, or none yet.
         failure: why it failed, or could not be scored.
-        trained: its calls that are trained; None if none is looked for.
+        trained: its calls that are trained; None if they are not selected.
         metadata: other metadata of its trajectory.
         with_calls: include every model call, for loggers.
     """

@@ -232,7 +232,7 @@ def rollout_id(run_id: str, place: Place, *, item: int, session: int, retry: int
     """RUN:EPOCH.ROUND.ITEM.GENERATION~SESSION[.RETRY].
 
     The epoch of a validation is preceded by `v`, that of a final validation by `f`. Session and retry
-    tell attempts apart; their calls draw alike (`wire.rollout.without_attempt`).
+    distinguish attempts, whose calls use the same seeds (`wire.rollout.without_attempt`).
     """
     first = {"train": "", "val": "v", "final": "f"}[place.split]
     where = f"{first}{place.epoch}.{place.round}.{item}.{place.generation}"

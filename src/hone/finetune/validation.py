@@ -7,7 +7,7 @@ Out:  the fields of a `validation` event: mean, bounds, rewards by example, fail
 A rollout that failed because of the model lowers the mean: without it, a policy that breaks on half
 of the examples and solves the rest would score 1. A rollout that failed because of its environment
 says nothing about the model and is left out; where too many did, the validation has no mean. The
-comparison at the end has one: what failed is left out of both sides alike (report/comparison.py).
+comparison at the end has one: a rollout that failed is left out of both sides (report/comparison.py).
 """
 
 import logging

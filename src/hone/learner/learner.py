@@ -363,7 +363,9 @@ def _why_no_step(samples: Samples, groups: int) -> str:
     if samples.long_rollouts:
         reasons.append(f"{samples.long_rollouts} rollouts are longer than max_seq_length")
     in_reasons = {"flat_group", "too_long"}
-    others = [f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()) if why not in in_reasons]
+    others = [
+        f"{why}: {n} tokens" for why, n in sorted(samples.dropped.items()) if why not in in_reasons
+    ]
     if others or not samples.dropped:
         reasons.append(f"no token is left to train ({', '.join(others) or 'no calls'})")
     return f"no gradient step: {'; '.join(reasons)}"

@@ -118,7 +118,7 @@ class EventPipe:
             self._read(POLL_S)
 
     def pause(self, seconds: float) -> None:
-        """Wait so long, whatever is appended; a session that ends meanwhile ends the pause."""
+        """Wait this long, even if events are appended; returns early if the session ends."""
         if self.ended:
             time.sleep(seconds)
         until = time.monotonic() + seconds
@@ -191,7 +191,8 @@ class Worker:
     def _try(self, action: Callable[[], T]) -> T:
         """Run `action`, and retry it with growing pauses; raises GaveUp after `timeout_s`.
 
-        The end of the session is followed by a try: an interrupted run waits for a few seconds only.
+        The pause ends with the session, and one more attempt follows at once: an interrupted run waits
+        for a few seconds only.
         """
         began, pause = time.monotonic(), FIRST_PAUSE_S
         while True:

@@ -186,7 +186,7 @@ class RolloutFiles:
         self.folder = folder
         self._offsets: dict[Path, int] = {}
         self._waiting: dict[str, LoggedRollout] = {}
-        """Rollouts that were read but not taken yet, by id."""
+        """Rollouts that were read and not sent yet, by id."""
 
     def take(self, event: RolloutDone) -> LoggedRollout | None:
         """The rollout of an event; None if it is not in its file."""

@@ -77,9 +77,9 @@ class Answers:
         known = [reward for reward in rewards if reward is not None]
         middle = (min(known) + max(known)) / 2 if known else 0.0
         same = [id for id, text in zip(both, last, strict=True) if text == answer]
-        given = [after[id].reward for id in same]
+        same_rewards = [after[id].reward for id in same]
         # If all rewards are equal, none is low.
-        low = sum(r is not None and r <= middle < max(known) for r in given)
+        low = sum(r is not None and r <= middle < max(known) for r in same_rewards)
         always = usual == answer and before_n >= ALIKE * len(both)
         inputs = {_plain(after[id].input) for id in both}
         alike = n >= ALIKE * len(both) and len(inputs) >= MIN_INPUTS

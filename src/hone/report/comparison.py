@@ -4,10 +4,10 @@ In:   the RunHistory of a run
 Out:  a Comparison: before, after, their rewards in pairs, and the worst case for what is missing
 
 At the end of a run its first policy and the chosen one answer every held-out example side by side.
-An outage then hits both, and answers that made a step the best one do not judge it. Where that is
-impossible, the answers of the run's own validations are compared; `others` then has the steps that
-could have been chosen instead, and the p value allows for the choice. So it does at temperature 0,
-where the same answers are given again. docs/design/0002-verdicts.md gives the reasons.
+An outage then hits both, and a step is not judged by the answers that it was chosen for. Where that
+is impossible, the answers of the run's own validations are compared; `others` then has the steps that
+could have been chosen instead, and the p value allows for the choice. It also does at temperature 0,
+where both steps repeat their answers. docs/design/0002-verdicts.md gives the reasons.
 
 A rollout that failed before its policy answered is left out with its counterpart. One that the
 environment failed after an answer is missing, perhaps because of the answer: it is left out of the

@@ -35,7 +35,7 @@ COOL, WARM, DEEP, RUST, WRONG = "#1f7a8c", "#e2703a", "#123f49", "#a8481b", "#a4
 MANY = 60
 """With more points a line is smoothed, and the points are drawn faintly."""
 FEW_BARS = 16
-"""Up to so many bars, each has a tick."""
+"""Maximum number of bars that have a tick each."""
 
 styled = style.context("default")
 """Ignores the user's matplotlibrc, which may select LaTeX or a dark background.
@@ -361,7 +361,7 @@ def _style(axis: Axes) -> None:
 
 
 def _title(axis: Axes, text: str, note: str, *, above: float) -> None:
-    """Two lines, `above` the axis by so many points."""
+    """Two lines, `above` points above the axis."""
     place: dict[str, Any] = {
         "xycoords": "axes fraction",
         "textcoords": "offset points",

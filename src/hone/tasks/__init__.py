@@ -1,1 +1,1 @@
-"""Run work in this process: together, again, in a loop that ends, with progress and until Ctrl-C."""
+"""Run work in this process: concurrently, with retries and progress, until it ends or Ctrl-C."""

@@ -1,12 +1,12 @@
 """The deadline of a rollout, or of the program or service that runs it, without the server's pauses.
 
 In:   a timeout; the open rollout, whose recorder can ask the server for how long it held its calls
-Out:  Deadline: when the time is over, and how much longer it was for the server's sake
+Out:  Deadline: when the time is over, and how long the server's pauses extended it
 
-On one GPU the server trains and serves in turn, and a call waits meanwhile. That is not the agent's
-time. When the timeout has passed, the server is asked once, the deadline moves by the time that it
-held calls since the beginning, and when that has passed it is asked again. A server that cannot be
-asked extends nothing.
+On one GPU the server alternates between training and serving, and holds calls while it trains. This
+time does not count against the agent. When the timeout has passed, the server is asked how long it
+held calls, and the deadline moves by that time; at the new deadline it is asked again. If the server
+cannot be asked, the deadline does not move.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Deadline:
-    """A timeout that began when this was made, for the rollout that is open here."""
+    """The timeout of the open rollout; it starts when this object is created."""
 
     def __init__(self, timeout_s: float | None, held: HeldSince | None = None) -> None:
         """`held`: asks for the held time; by default the open rollout's."""

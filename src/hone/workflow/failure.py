@@ -6,9 +6,9 @@ Out:  RolloutFailure
 
 Once the policy has answered, a failure is the policy's: an agent that raises KeyError on some
 replies fails because of these replies, and without them the others would look better than the
-policy is. The exception is a cause that lies outside (workflow/outside.py), and a last call that
-got no answer. Before any answer of the policy, every failure is infrastructure: it says nothing
-about the policy, may be retried, and is never scored. An agent that knows better says so: it raises
+policy is. There are two exceptions: a cause outside (workflow/outside.py), and a last call that got
+no answer. Before any answer of the policy, every failure is infrastructure: it says nothing
+about the policy, may be retried, and is never scored. An agent can decide this itself: it raises
 PolicyFailure or AgentFailed.
 """
 
@@ -33,10 +33,11 @@ from hone.types import Failure
 from hone.workflow.outside import api_code, is_outside_answer, reason_of
 
 Cause = Literal["policy", "agent", "outside"]
-"""`policy`: the agent says so. `agent`: the policy's, once it has answered. `outside`: never."""
+"""`policy`: the policy's, as the agent says. `agent`: the policy's if it has answered. `outside`: not
+the policy's."""
 
 _ANSWERS = ("unparseable", "token_limit")
-"""Reasons that an answer is needed for."""
+"""Reasons that require an answer of the policy."""
 
 
 @dataclass(frozen=True, slots=True)

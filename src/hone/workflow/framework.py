@@ -113,7 +113,7 @@ class Agents:
                 if isinstance(error, HoneError):
                     raise
                 where = error_at(error, directory)
-                raise ConfigError(f"target {config.target!r} makes no agent: {where}") from error
+                raise ConfigError(f"target {config.target!r} failed: {where}") from error
         return agents
 
     async def get(self) -> Any:
@@ -168,8 +168,8 @@ class Agents:
                 and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
             ):
                 raise ConfigError(
-                    f"{where} has the parameter {name!r}, which hone does not give; set "
-                    f"args.{name}, or give it a default. hone gives: {', '.join(_ADDRESS)}."
+                    f"{where} has the parameter {name!r}, which hone does not pass; set "
+                    f"args.{name}, or give it a default. hone passes: {', '.join(_ADDRESS)}."
                 )
 
 

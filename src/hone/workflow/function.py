@@ -152,7 +152,7 @@ def check_not_generator(fn: Any, where: str) -> None:
     """Raise NotInThisVersion for a function that yields: its generator would be the output."""
     if _is(inspect.isasyncgenfunction, fn) or _is(inspect.isgeneratorfunction, fn):
         raise NotInThisVersion(
-            f"{where} yields its output in pieces, which is not in this version: return the whole of it"
+            f"{where} yields its output, and streaming is not in this version; return the whole output"
         )
 
 

@@ -42,7 +42,7 @@ def kill_all(token: str, group: int | None) -> None:
 
 
 def signal_group(group: int, number: int) -> None:
-    # macOS says PermissionError of a group that consists of zombies.
+    # macOS raises PermissionError for a group that consists of zombies.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 

@@ -50,7 +50,7 @@ def as_text(value: Any) -> str:
     try:
         return str(value)
     except Exception as error:  # noqa: BLE001  # a user's class may raise anything
-        return f"<{type(value).__name__}, whose text cannot be had: {type(error).__name__}>"
+        return f"<{type(value).__name__}, whose str() failed: {type(error).__name__}>"
 
 
 def _too_deep(value: Any) -> bool:

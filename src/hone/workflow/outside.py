@@ -322,8 +322,8 @@ def _network_reason(error: BaseException, names: set[str]) -> str | None:
         for kind in type(error).__mro__
         if kind.__name__ in _OF_LIBRARY.get(kind.__module__.partition(".")[0], ())
     }
-    found = (names & (_NETWORK | _SSL)) | own
-    if not found:
+    network = (names & (_NETWORK | _SSL)) | own
+    if not network:
         return None
     late = any("Timeout" in name for name in names)
     return "timeout" if late else "connection"

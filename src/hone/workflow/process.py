@@ -27,7 +27,7 @@ from hone.workflow.guard import TOKEN, guard, kill_all, signal_group
 TERM_S = 2.0
 """Time to end after SIGTERM, before SIGKILL."""
 KILL_S = 2.0
-"""Time to be gone after SIGKILL, and for the last output to arrive."""
+"""Time to exit after SIGKILL, and for the last output to arrive."""
 STDERR_BYTES = 16 * 1024
 """Number of bytes kept from the end of stderr."""
 
@@ -55,8 +55,8 @@ async def run_program(
 ) -> Ended:
     """Run the program to its end; raises AgentCrashed if it cannot start or prints too much.
 
-    `token` marks its processes; the guard has it already. `stdin` None is an empty one. After
-    `timeout_s`, longer by the time that the server held its calls, the program is killed, and
+    `token` marks its processes; the guard has it already. If `stdin` is None, it is empty. After
+    `timeout_s`, plus the time that the server held its calls, the program is killed and
     AgentTimeout is raised.
     """
     popen = _start(arguments, {**env, TOKEN: token}, directory, pipe=stdin is not None)

@@ -89,7 +89,7 @@ def _inputs(
     }
     for name in arguments:
         if name not in named and not takes_any:
-            raise ConfigError(_not_taken(where, name, named))
+            raise ConfigError(_unknown_parameter(where, name, named))
     inputs = [p for n, p in parameters.items() if n not in arguments]
     for p in inputs:
         if p.name in ("llm", "functions") and p.default is p.empty and p.kind is not p.VAR_KEYWORD:
@@ -98,17 +98,17 @@ def _inputs(
                 f"{where} has the parameter {p.name!r}, and {p.name} is not set beside it; set it "
                 f"to {value}"
             )
-    # If these two are still there they have a default, and are no input.
+    # Those of these two that are left have a default; they are not the input.
     inputs = [p for p in inputs if p.name not in ("llm", "functions")]
     if not any(p.kind is not p.VAR_KEYWORD for p in inputs):
         raise ConfigError(
             f"{where} takes no input: its parameters are ({', '.join(parameters)}); the first must "
-            "be what the workflow is run on"
+            "be the input of the workflow"
         )
     return inputs
 
 
-def _not_taken(where: str, name: str, known: set[str]) -> str:
+def _unknown_parameter(where: str, name: str, known: set[str]) -> str:
     maybe = did_you_mean(name, known)
     key = name if name in ("llm", "functions") else f"args.{name}"
     return (

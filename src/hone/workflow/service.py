@@ -37,7 +37,7 @@ def service_client(url: str, **options: Any) -> httpx2.AsyncClient:
 async def answered_within(name: str, seconds: float | None, setting: str) -> AsyncIterator[None]:
     """Raise AgentTimeout after this time, and AgentCrashed if there is no response.
 
-    The time is longer by what the server held the rollout's calls.
+    The time that the server held the rollout's calls is added to it.
     `setting` is the key or option of the timeout, up to its value: `timeout_s=`.
     """
     deadline = Deadline(seconds)

@@ -1,4 +1,4 @@
-"""Everything that is wrong with the files of a run is told at once, each with its line."""
+"""All mistakes in the files of a run are reported at once, each with its line."""
 
 import json
 from collections.abc import Callable

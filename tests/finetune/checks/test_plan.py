@@ -1,4 +1,4 @@
-"""How much a run does. What `--dry-run` prints is in test_run.py."""
+"""The size of a run. What `--dry-run` prints is in test_run.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""finetune/checks/preflight.py: what one example, run twice, shows of a run before it is paid for."""
+"""finetune/checks/preflight.py: the checks that run one example twice."""
 
 import re
 from typing import Any

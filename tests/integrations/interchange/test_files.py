@@ -232,7 +232,7 @@ def _text(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(message["role"], message.get("content") or "") for message in messages]
 
 
-def test_mistakes(tmp_path: Path):
+def test_files_that_cannot_be_imported(tmp_path: Path):
     broken = tmp_path / "x.jsonl"
     broken.write_text('{"messages": [{"role": "user", "content": "a\u2028b"}]}\n{"prompt": 1}\n')
     data = tmp_path / "data.jsonl"

@@ -71,7 +71,7 @@ ALL_DROPPED = (
     "the {part} if the failure is its own, or set finetuning.on_policy_failure: lowest, which trains them "
     "with the lowest reward, or {{reward: x}}"
 )
-"""What both rollouts of preflight mean that failed because of the model, under `drop`."""
+"""Added to the message if both rollouts of preflight failed because of the model, under `drop`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def to_line(conversation: Conversation) -> dict[str, Any]:
 
 
 def from_line(line: Any, where: str) -> Conversation:
-    """The conversation of a line; `where` it is, for the error."""
+    """The conversation of a line; `where`: its place, for the error."""
     messages = line.get("messages") if isinstance(line, Mapping) else None
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: has no list of `messages`, and is not an ATIF trajectory")

@@ -30,7 +30,7 @@ async def run_workflow(workflow: Workflow, input: Any, *, as_text: bool = False)
     """Run it once; `as_text` gives the output the form that the toolkit's evaluators expect."""
     if not workflow.has_single_output:
         raise ConfigError(
-            "the function only yields its output in pieces; let it return the whole of it too"
+            "the function only streams its output; let it also return the whole output"
         )
     outer = len(Context.get().function_path)
     async with workflow.run(input, runtime_type=RuntimeTypeEnum.EVALUATE) as runner:

@@ -276,7 +276,10 @@ def _split(item: Any, where: FieldPath) -> tuple[dict[str, Any], Mapping[str, An
         )
     message = _message(item["message"], (*where, "message"))
     if message.get("role", "assistant") != "assistant":
-        raise InvalidField((*where, "message", "role"), f"a choice has the role 'assistant', not {message['role']!r}")
+        raise InvalidField(
+            (*where, "message", "role"),
+            f"a choice has the role 'assistant', not {message['role']!r}",
+        )
     return {"role": "assistant"} | message, item
 
 
