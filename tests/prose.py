@@ -51,6 +51,15 @@ VOLATILE = (
     (re.compile(r"(?<=\bhub cache )\S+(?=:)"), "<directory>"),
     (re.compile(r"(/hone-[a-z]+-)[a-z0-9_]{8}(?=/)"), r"\1<id>"),
     (re.compile(r"errors\.pydantic\.dev/[\d.]+"), "errors.pydantic.dev"),
+    # It holds the path of a model.
+    (re.compile(r"(?<=the body has )\d+(?= bytes and about)"), "<size>"),
+    # Words and numbers of the system, of SQLite, of Python and of libraries, which differ by version.
+    (re.compile(r"\[Errno \d+\]"), "[Errno <n>]"),
+    (re.compile(r"\*\*\* in database main \*\*\*[^)]*"), "<integrity check>"),
+    (re.compile(r'(?<=no such column: )"(\w+)"'), r"\1"),
+    (re.compile(r"(?<=maximum recursion depth exceeded)[\w ]+"), ""),
+    (re.compile(r"(?<=Error while deserializing header: )[^)]+"), "<why>"),
+    (re.compile(r"(?<=run with hone's attention \().*(?=\)\. )"), "<why>"),
     (re.compile(r"\b(process|pid) \d+\b"), r"\1 <pid>"),
     (re.compile(r"\bpython3\.\d+\b"), "python3"),
 )

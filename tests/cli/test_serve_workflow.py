@@ -1,6 +1,5 @@
 """`hone serve-workflow` in a process of its own, and `--endpoint` of eval and finetune against it."""
 
-import errno
 import json
 import os
 import signal
@@ -283,7 +282,7 @@ def test_its_port_is_its_own_while_its_components_are_built(prose: Prose, tmp_pa
     config.write_text("workflow: {_type: python, target: 'agent_s7.py:run'}\n")
     with pytest.raises(ConfigError) as caught:
         serve_workflow(ServeWorkflowOptions(config, port=port), print)
-    prose(caught, errno=f"[Errno {errno.EADDRINUSE}]")
+    prose(caught)
 
 
 def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from tests.prose import Prose
+from tests.sdk.conftest import serving
+from tests.sdk.standin import StandIn
 
 from hone import RemoteBackend, TrainableModel, options
 from hone.errors import ConfigError
@@ -45,10 +47,13 @@ def test_options_of_a_training_call(written: dict[str, Any], keys: dict[str, Any
     ],
 )
 async def test_options_that_hone_refuses(prose: Prose, written: dict[str, Any]):
-    model = TrainableModel(name="a", base_model="b")
-    model._backend = RemoteBackend("http://127.0.0.1:1")  # nothing is sent
-    with pytest.raises(ConfigError) as caught:
-        await model.train([], _config=written)
+    model, standin = TrainableModel(name="a", base_model="b"), StandIn()
+    async with serving(standin.app) as url:
+        await model.register(RemoteBackend(url))
+        sent = len(standin.requests)
+        with pytest.raises(ConfigError) as caught:
+            await model.train([], _config=written)
+        assert len(standin.requests) == sent
     prose(caught)
 
 

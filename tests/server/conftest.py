@@ -137,14 +137,20 @@ MakeState = Callable[..., State]
 
 @pytest.fixture
 def make_state(tmp_path: Path, tokenizer: Any, tiny_model: Path) -> MakeState:
-    """`make_state(script, engine=None, **settings)`: a server's parts, not running."""
+    """`make_state(script, engine=None, open_engine=None, **settings)`: a server's parts, not running."""
 
-    def make(script: Any = ("ok",), *, engine: Engine | None = None, **settings: Any) -> State:
+    def make(
+        script: Any = ("ok",),
+        *,
+        engine: Engine | None = None,
+        open_engine: Callable[[str], Engine] | None = None,
+        **settings: Any,
+    ) -> State:
         used = engine or ScriptedEngine(script, tokenizer=tokenizer)
         allowed = (str(tiny_model), "*")  # by clients of the inference port
         usual = {"root": tmp_path / "hone", "device": "cpu", "allow_base_models": allowed}
         settings = usual | settings
-        return State(Settings(**settings), open_engine=lambda name: used)
+        return State(Settings(**settings), open_engine=open_engine or (lambda name: used))
 
     return make
 

@@ -144,8 +144,10 @@ class TestVllm(EngineConformance):
     def served(self, published: Served) -> Served:
         return published
 
-    async def test_closing_ends_what_runs_with_an_error(self, served: Served) -> None:
-        """Last in this file, on an engine that nobody needs any more."""
+    @pytest.mark.skip(
+        reason="`served` is needed further; the last test of this file closes another"
+    )
+    async def test_closing_ends_what_runs_with_an_error(self, served: Served) -> None: ...
 
 
 # ---- what is served ----------------------------------------------------------------------------

@@ -441,8 +441,7 @@ def idle(make_server: MakeServer, tiny_model: Path) -> Iterator[ArtServer]:
     def refuse(*_: Any) -> Any:
         raise AssertionError("nothing may be loaded")
 
-    server = make_server()
-    server.state.serving.engines._open_engine = refuse
+    server = make_server(open_engine=refuse)
     art = ArtServer(server, tiny_model)
     yield art
     art.http.close()

@@ -243,14 +243,16 @@ def test_a_call_that_waits_in_a_sleeping_engine_is_held(
     assert HELD_HEADER not in post(url, body).headers
 
 
-def test_the_load_of_an_engine_holds_its_requests(server: Server, tiny_model: Path) -> None:
-    go_on, engine = threading.Event(), server.engine
+def test_the_load_of_an_engine_holds_its_requests(
+    make_server: MakeServer, tokenizer: Any, tiny_model: Path
+) -> None:
+    go_on, engine = threading.Event(), ScriptedEngine(["ok"], tokenizer=tokenizer)
 
     def open_engine(name: str) -> Any:
         assert go_on.wait(PATIENCE_S)
         return engine
 
-    server.state.serving.engines._open_engine = open_engine
+    server = make_server(engine=engine, open_engine=open_engine)
     url = f"{server.inference_url}/rollout/r/v1/chat/completions"
     answer = asking(url, {"model": str(tiny_model), **ASK})
     until(server, lambda: server.state.holds.is_held("r"))

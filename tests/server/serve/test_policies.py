@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,15 @@ class World:
         self.tokenizer = tokenizer
         self.broken = 0
         """How many loads are to fail."""
+        self.open_engine: Callable[[str], Engine] = self._open
+        """What opens the next engine."""
         self.serving = self.restarted()
 
     def restarted(self) -> Serving:
         state = self.state
-        return Serving(state.models, state.checkpoints, state.settings, self._open)
+        return Serving(
+            state.models, state.checkpoints, state.settings, lambda name: self.open_engine(name)
+        )
 
     def _open(self, name: str) -> Engine:
         if self.broken:
@@ -698,7 +702,7 @@ async def test_no_job_trains_before_the_engines_memory_is_free(world: World) -> 
             await go_on.get()
 
     world.engines[world.tiny] = engine = Slow(tokenizer=world.tokenizer)
-    world.serving.engines._open_engine = lambda _: engine
+    world.open_engine = lambda _: engine
     await world.serving.engines.base(world.tiny)
     seen: list[bool] = []
 
@@ -750,7 +754,7 @@ async def test_requests_continue_after_every_pause(prose: Prose, world: World, e
                 raise RuntimeError("it does not wake")
 
     world.engines[world.tiny] = engine = Restless(tokenizer=world.tokenizer)
-    world.serving.engines._open_engine = lambda _: engine
+    world.open_engine = lambda _: engine
     await world.serving.engines.base(world.tiny)
 
     async def train() -> None:
@@ -797,7 +801,7 @@ async def test_an_engine_that_fails_is_opened_again_after_the_pause(
         events.append("opened")
         return opened[-1]
 
-    engines._open_engine = open_engine
+    world.open_engine = open_engine
     first = (await engines.base(world.tiny)).engine
     assert first is opened[0]
     opened[0].dies = moment == "as it goes to sleep"
@@ -829,7 +833,7 @@ async def test_a_pause_waits_for_an_engine_that_is_being_loaded(
         assert go_on.wait(PATIENCE_S)
         return engine
 
-    engines._open_engine = open_engine
+    world.open_engine = open_engine
     opening = asyncio.create_task(engines.base(world.tiny))
     await asyncio.to_thread(loading.wait, PATIENCE_S)
     with pytest.raises(Unavailable) as caught:
@@ -850,7 +854,7 @@ async def test_an_engine_with_other_arguments_is_opened_again_once_nobody_uses_i
 ) -> None:
     engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
     first = (await world.serving.engines.base(world.tiny)).engine
-    engines._open_engine = lambda _: other
+    world.open_engine = lambda _: other
     engines.outdated.add(world.tiny)
     with world.serving.engines.using(world.tiny):
         assert (await world.serving.engines.base(world.tiny)).engine is first
@@ -871,7 +875,7 @@ async def test_arguments_that_change_while_an_engine_loads_are_used(
         opened.append(ScriptedEngine(tokenizer=world.tokenizer))
         return opened[-1]
 
-    engines._open_engine = open_engine
+    world.open_engine = open_engine
     requests = [asyncio.create_task(world.serving.engines.base(world.tiny)) for _ in range(3)]
     assert await asyncio.to_thread(loading.wait, PATIENCE_S)
     engines.outdated.add(world.tiny)  # a model with other engine_args was registered
@@ -885,7 +889,7 @@ async def test_a_request_whose_engine_was_replaced_is_answered_by_the_next(world
     world.model(steps=1)
     engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
     policy = await world.serving.resolve("agent")
-    engines._open_engine = lambda _: other
+    world.open_engine = lambda _: other
     engines.outdated.add(world.tiny)
     await world.serving.engines.base(world.tiny)  # of another request
     async with world.serving.using("agent") as using:
@@ -898,14 +902,14 @@ async def test_a_request_does_not_wait_for_an_engine_longer_than_the_deadline(
     prose: Prose,
     world: World,
 ) -> None:
-    engines, go_on = world.serving.engines, threading.Event()
+    go_on = threading.Event()
     await world.serving.engines.tokenizer(world.tiny)
 
     def open_engine(_: str) -> ScriptedEngine:
         assert go_on.wait(PATIENCE_S)
         return ScriptedEngine(tokenizer=world.tokenizer)
 
-    engines._open_engine = open_engine
+    world.open_engine = open_engine
     world.hold(0.05)
     with pytest.raises(Unavailable) as raised:
         await world.serving.engines.base(world.tiny)
@@ -923,9 +927,9 @@ class _Unclosable(ScriptedEngine):
 
 async def test_an_engine_that_does_not_close_is_replaced_anyway(world: World) -> None:
     engines, other = world.serving.engines, ScriptedEngine(tokenizer=world.tokenizer)
-    engines._open_engine = lambda _: _Unclosable(tokenizer=world.tokenizer)
+    world.open_engine = lambda _: _Unclosable(tokenizer=world.tokenizer)
     assert isinstance((await world.serving.engines.base(world.tiny)).engine, _Unclosable)
-    engines._open_engine = lambda _: other
+    world.open_engine = lambda _: other
     engines.outdated.add(world.tiny)
     assert (await world.serving.engines.base(world.tiny)).engine is other
 
@@ -948,14 +952,14 @@ class _SlowToClose(ScriptedEngine):
 async def test_a_request_waits_until_an_idle_engine_is_closed(world: World) -> None:
     """There may be no memory for both."""
     engines, events = world.serving.engines, list[str]()
-    engines._open_engine = lambda _: _SlowToClose(events, tokenizer=world.tokenizer)
+    world.open_engine = lambda _: _SlowToClose(events, tokenizer=world.tokenizer)
     first = (await engines.base(world.tiny)).engine
     assert isinstance(first, _SlowToClose)
     async with asyncio.timeout(PATIENCE_S):
         closing = asyncio.create_task(engines.close_idle(-1.0))
         await first.closing.wait()
         other = ScriptedEngine(tokenizer=world.tokenizer)
-        engines._open_engine = lambda _: events.append("opened") or other
+        world.open_engine = lambda _: events.append("opened") or other
         waiting = asyncio.create_task(engines.base(world.tiny))
         for _ in range(3):  # as far as it gets
             await asyncio.to_thread(lambda: None)
@@ -967,7 +971,7 @@ async def test_a_request_waits_until_an_idle_engine_is_closed(world: World) -> N
 
 async def test_the_server_ends_while_an_idle_engine_closes(world: World) -> None:
     engines = world.serving.engines
-    engines._open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
+    world.open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
     engine = (await engines.base(world.tiny)).engine
     assert isinstance(engine, _SlowToClose)
     async with asyncio.timeout(PATIENCE_S):
@@ -986,12 +990,12 @@ async def test_an_engine_that_changes_while_another_one_closes_stays_open(
 ) -> None:
     engines, model = world.serving.engines, write_model(tmp_path / "second", world.tokenizer)
     second = str(model)
-    engines._open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
+    world.open_engine = lambda _: _SlowToClose([], tokenizer=world.tokenizer)
     slow = (await engines.base(world.tiny)).engine
     assert isinstance(slow, _SlowToClose)
     opened = [ScriptedEngine(tokenizer=world.tokenizer) for _ in range(2)]
     spare = opened[::-1]
-    engines._open_engine = lambda _: spare.pop()
+    world.open_engine = lambda _: spare.pop()
     assert (await engines.base(second)).engine is opened[0]
     async with asyncio.timeout(PATIENCE_S):
         closing = asyncio.create_task(engines.close_idle(-1.0))
