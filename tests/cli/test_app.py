@@ -61,7 +61,7 @@ def test_list_names_known_models_and_what_is_here():
     assert "smollm2-135m-instruct" in rows
 
 
-def test_show_knows_a_model_that_is_not_here():
+def test_show_describes_a_model_that_is_not_downloaded():
     result = run("models", "show", "Qwen/Qwen2.5-0.5B-Instruct")
     assert result.exit_code == 0, result.output
     rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
@@ -108,7 +108,7 @@ def test_show_knows_a_model_that_is_not_here():
         ),
     ],
 )
-def test_show_says_whether_tools_reach_the_prompt(tmp_path, family, template, tools):
+def test_show_reports_whether_the_template_uses_tools(tmp_path, family, template, tools):
     model = write_model(tmp_path / "model", build_tokenizer(family, template))
     # Only the tokenizer is read: weights that cannot be loaded do not matter.
     (model / "model.safetensors").write_bytes(b"")
@@ -161,7 +161,7 @@ def test_an_empty_path_is_not_the_current_directory(
 
 
 @pytest.mark.e2e
-def test_a_stdout_that_cannot_be_written_is_one_line_and_one_for_head_is_none(tmp_path: Path):
+def test_an_unwritable_stdout_is_a_one_line_error_and_a_closed_pipe_is_silent(tmp_path: Path):
     def hone_to(stdout: int, *arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "hone", *arguments]
         done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
@@ -265,7 +265,7 @@ def test_every_exit_status_is_explained():
 
 
 @pytest.mark.e2e
-def test_the_command_itself_converts_once_and_says_so(tmp_path, tiny_gguf):
+def test_the_command_converts_once_and_logs_it(tmp_path, tiny_gguf):
     def hone_models(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "hone", "models", *arguments],

@@ -60,7 +60,7 @@ def unboxed(text: str) -> str:
 # ---- validate ---------------------------------------------------------------------------------
 
 
-def test_validate_says_what_is_in_the_file():
+def test_validate_lists_the_components_of_a_file():
     result = hone("validate", "--config_file", "a.yml", "-o", "finetuning.seed", "-3")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[0] == "a.yml: valid"
@@ -86,7 +86,7 @@ def test_validate_of_a_dataset_without_a_file():
     assert ["eval.general.dataset", "custom"] in rows_of(result.stdout)
 
 
-def test_validate_says_what_a_run_lacks():
+def test_validate_lists_what_a_run_lacks():
     Path("run.yml").write_text("finetuning: {enabled: true}\n")
     result = hone("validate", "--config_file=run.yml")
     assert result.exit_code == 1
@@ -94,7 +94,7 @@ def test_validate_says_what_a_run_lacks():
         assert f"run.yml:1: {key}: is missing" in result.stderr
 
 
-def test_validate_says_everything_that_is_wrong_and_exits_1():
+def test_validate_lists_all_problems_and_exits_1():
     Path("a.yml").write_text(YAML.replace("near", "nar").replace("dataset", "datset") + "x: 1\n")
     result = hone("validate", "--config-file=a.yml", "-o", "eval.evaluators.right.strp", "1")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -106,12 +106,12 @@ def test_validate_says_everything_that_is_wrong_and_exits_1():
     assert len(lines) == 4
 
 
-def test_validate_of_what_is_not_there():
+def test_validate_of_a_missing_file():
     result = hone("validate", "--config_file=b.yml")
     assert (result.exit_code, result.stderr) == (1, "hone: b.yml: there is no such file\n")
 
 
-def test_an_override_wants_a_key_and_a_value():
+def test_an_override_requires_a_key_and_a_value():
     result = hone("validate", "--config_file=a.yml", "-o", "a.b")
     assert result.exit_code == 2
     assert "expected a key and a value" in result.stderr
@@ -134,13 +134,13 @@ def test_run_prints_other_values_as_json():
     assert (result.exit_code, result.stdout) == (0, '{"letters": 4}\n')
 
 
-def test_run_says_why_the_workflow_failed():
+def test_run_prints_why_the_workflow_failed():
     result = hone("run", "--config_file=a.yml", "--input", "fail", "--input", "x")
     assert (result.exit_code, result.stdout) == (1, "X\n")
     assert "hone: the workflow failed: RuntimeError: no voice\n" in result.stderr
 
 
-def test_run_wants_an_input():
+def test_run_requires_an_input():
     result = hone("run", "--config_file=a.yml")
     assert result.exit_code == 2
     assert "there is no input; give --input" in unboxed(result.stderr)
@@ -176,7 +176,7 @@ def test_eval_fails_if_a_rollout_failed():
     assert result.stderr.splitlines()[-1].startswith("hone: ")
 
 
-def test_eval_runs_rows_again_or_not_at_all():
+def test_reps_and_skip_options_are_exclusive():
     result = hone("eval", "--config_file=a.yml", "--reps", "2", "--skip_workflow")
     assert result.exit_code == 2
     said = "--reps 2 and --skip_workflow: rows are run 2 times or not at all"
@@ -186,7 +186,7 @@ def test_eval_runs_rows_again_or_not_at_all():
 # ---- finetune ---------------------------------------------------------------------------------
 
 
-def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
+def test_finetune_forwards_its_options(monkeypatch: pytest.MonkeyPatch):
     from hone.finetune import run
 
     calls: list[run.FinetuneOptions] = []
@@ -216,7 +216,7 @@ def test_finetune_passes_its_options_on(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-def test_finetune_wants_a_training_run():
+def test_finetune_requires_a_training_run():
     result = hone("finetune", "--config_file=a.yml")
     assert result.exit_code == 1
     assert "Finetuning is not enabled in the provided configuration" in result.stderr
@@ -235,7 +235,7 @@ def test_the_timeout_of_an_endpoint_is_a_number_of_seconds(command: str, seconds
 @pytest.mark.parametrize(
     "option", ["--dataset", "--validation_dataset", "--validation_interval", "--config_file"]
 )
-def test_finetune_wants_files_that_exist_and_numbers(option: str):
+def test_finetune_requires_existing_files_and_numbers(option: str):
     command = {"--config_file": "a.yml", option: "nowhere.json"}
     result = hone("finetune", *(word for pair in command.items() for word in pair))
     assert result.exit_code == (2 if option.endswith("interval") else 1)

@@ -67,7 +67,7 @@ def steps_in(root: Path) -> list[str]:
     return sorted(path.name for path in (root).rglob("checkpoints/*"))
 
 
-def test_old_steps_are_listed_and_go_only_if_confirmed(root: Path):
+def test_old_steps_are_deleted_only_with_yes(root: Path):
     result = run("models", "prune", "--keep", "2", "--root", str(root))
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -84,7 +84,7 @@ def test_old_steps_are_listed_and_go_only_if_confirmed(root: Path):
 
 @pytest.mark.parametrize("name", ["default/agnet", "default/agent/checkpoints/1", "../..", ""])
 @pytest.mark.parametrize("command", [("prune",), ("delete", "--yes")])
-def test_a_name_that_is_none_deletes_nothing_and_is_named(
+def test_an_invalid_name_deletes_nothing_and_is_reported(
     root: Path, command: tuple[str, ...], name: str
 ):
     result = run("models", *command, name, "--root", str(root))
@@ -93,7 +93,7 @@ def test_a_name_that_is_none_deletes_nothing_and_is_named(
     assert len(steps_in(root)) == 6
 
 
-def test_a_model_is_shown_and_goes_only_if_confirmed(root: Path):
+def test_a_model_is_deleted_only_with_yes(root: Path):
     result = run("models", "delete", "agent", "--root", str(root))
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("default/agent: 6 steps, ") and "add --yes" in result.stderr
@@ -142,7 +142,7 @@ def test_a_model_whose_server_was_killed_is_deleted_with_the_job_that_ran(
     assert result.exit_code == 0, result.output
 
 
-def test_a_directory_that_is_no_root_is_left_alone(tmp_path: Path):
+def test_a_directory_that_is_not_a_root_is_refused(tmp_path: Path):
     result = run("models", "prune", "--root", str(tmp_path))
     assert result.exit_code == 1 and "there is no server state" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -191,5 +191,5 @@ def test_a_server_that_does_not_listen_yet_is_named(make_state: MakeState, tmp_p
         (5 * 10**15, "5e+03 TB"),
     ],
 )
-def test_sizes_are_for_people(num_bytes: int, text: str):
+def test_sizes_are_human_readable(num_bytes: int, text: str):
     assert size(num_bytes) == text

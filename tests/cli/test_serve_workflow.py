@@ -180,7 +180,7 @@ def test_every_route_runs_the_workflow(address: str):
         assert "".join(pieces).startswith("Hm: ")
 
 
-def test_what_fails_says_why(prose: Prose, address: str):
+def test_failures_have_a_reason(prose: Prose, address: str):
     failed = post(f"{address}/generate", {"input_message": "broken"})
     assert failed.status_code == 500
     prose(failed.json()["error"]["message"])
@@ -236,7 +236,7 @@ def test_the_rollout_of_a_request_is_that_of_its_model_calls(
     assert functions == ["<workflow>.search", "<workflow>"] * 2
 
 
-def test_answers_are_sent_without_delay(address: str):
+def test_responses_are_sent_without_delay(address: str):
     delays = post(f"{address}/generate", "sockets").json()["value"]
     assert delays and all(delays), delays
 
@@ -273,7 +273,7 @@ def test_requests_are_limited_in_size_and_time(config: Path):
         assert httpx2.get(f"{url}/health", timeout=PATIENCE_S).json() == {"status": "healthy"}
 
 
-def test_its_port_is_its_own_while_its_components_are_built(prose: Prose, tmp_path: Path):
+def test_the_port_is_reserved_while_components_are_built(prose: Prose, tmp_path: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -285,7 +285,7 @@ def test_its_port_is_its_own_while_its_components_are_built(prose: Prose, tmp_pa
     prose(caught)
 
 
-def test_a_key_is_asked_for_and_needed_beyond_this_machine(config: Path):
+def test_a_key_is_required_beyond_this_machine(config: Path):
     with pytest.raises(BadParameter, match=r"--host 0\.0\.0\.0: other machines could run"):
         serve_workflow(ServeWorkflowOptions(config, host="0.0.0.0"), print)
     for key in ("", " ", "schl\u00fcssel"):  # no client can send one of these

@@ -93,7 +93,7 @@ eval:
 """
 
 
-async def test_needs_are_made_first_and_once_and_closed_in_reverse(write: Write):
+async def test_dependencies_are_built_first_and_once_and_closed_in_reverse(write: Write):
     async with build(read(write(YAML))) as builder:
         assert happened == []  # nothing is made before it is asked for
         workflow = await builder.get_workflow()
@@ -105,7 +105,7 @@ async def test_needs_are_made_first_and_once_and_closed_in_reverse(write: Write)
     assert happened[4:] == ["closed w", "closed a", "closed b", "closed c"]
 
 
-async def test_many_ask_at_once_and_it_is_made_once(write: Write):
+async def test_concurrent_requests_build_a_component_once(write: Write):
     async with build(read(write(YAML))) as builder:
         functions = await asyncio.gather(*(builder.get_function(n) for n in "abcabc"))
         assert functions[0] is functions[3] and functions[2] is functions[5]
@@ -120,7 +120,7 @@ async def test_everything_is_closed_after_a_failure(write: Write):
     assert happened == ["made c", "made b", "closed b", "closed c"]
 
 
-async def test_what_was_made_is_closed_when_the_next_cannot_be_made(write: Write):
+async def test_built_components_are_closed_when_the_next_cannot_be_built(write: Write):
     file = write(YAML.replace("label: a,", "label: a, fails: making,"))
     with pytest.raises(RuntimeError, match="a cannot be made") as error:
         async with build(read(file)) as builder:
@@ -129,7 +129,7 @@ async def test_what_was_made_is_closed_when_the_next_cannot_be_made(write: Write
     assert error.value.__notes__[0] == "while building function 'a' (_type: test_build_part)"
 
 
-async def test_a_close_that_fails_does_not_keep_the_others_open(
+async def test_a_failed_close_does_not_keep_the_others_open(
     write: Write, caplog: pytest.LogCaptureFixture
 ):
     file = write(YAML.replace("label: a,", "label: a, fails: closing,"))
@@ -140,7 +140,7 @@ async def test_a_close_that_fails_does_not_keep_the_others_open(
     assert "closing function 'a' failed: RuntimeError: a cannot be closed" in caplog.text
 
 
-async def test_a_close_that_fails_does_not_hide_what_failed_before(write: Write):
+async def test_a_failed_close_does_not_hide_an_earlier_failure(write: Write):
     file = write(YAML.replace("label: a,", "label: a, fails: closing,"))
     with pytest.raises(ZeroDivisionError):
         async with build(read(file)) as builder:
@@ -148,7 +148,7 @@ async def test_a_close_that_fails_does_not_hide_what_failed_before(write: Write)
             raise ZeroDivisionError
 
 
-async def test_a_circle_that_the_configuration_does_not_show_is_named(prose: Prose, write: Write):
+async def test_a_circle_at_run_time_is_named(prose: Prose, write: Write):
     file = write(YAML.replace("label: c}", "label: c, hidden: [a]}"))
     with pytest.raises(ConfigError) as caught:
         async with build(read(file)) as builder:
@@ -156,7 +156,7 @@ async def test_a_circle_that_the_configuration_does_not_show_is_named(prose: Pro
     prose(caught)
 
 
-async def test_names_that_are_not_there(prose: Prose, write: Write):
+async def test_unknown_names(prose: Prose, write: Write):
     async with build(read(write(YAML))) as builder:
         with pytest.raises(ConfigError) as error:
             await builder.get_function("aa")
@@ -175,7 +175,7 @@ async def test_names_that_are_not_there(prose: Prose, write: Write):
         prose(caught)
 
 
-async def test_what_cannot_be_made_names_its_place_once(prose: Prose, write: Write):
+async def test_a_component_that_cannot_be_built_names_its_place_once(prose: Prose, write: Write):
     # Lines 2 to 5 hold a, b, c and the workflow; c is what cannot be made.
     file = write(YAML.strip().replace("label: c}", "label: c, hidden: [d]}"))
     with pytest.raises(ConfigError) as error:
@@ -219,7 +219,7 @@ async def test_programs_share_the_machine(write: Write, monkeypatch: pytest.Monk
             assert builder.get_rollout_concurrency() == at_a_time
 
 
-async def test_evaluators_and_what_they_ask_for(write: Write):
+async def test_evaluators_and_their_dependencies(write: Write):
     async with build(read(write(YAML))) as builder:
         assert await builder.get_evaluator("reward") == "an evaluator"
         assert builder.get_max_concurrency() == 3
@@ -246,7 +246,7 @@ async def test_a_model_without_an_address_needs_an_adapter(prose: Prose, write: 
     assert place_of(error) == "a.yml"
 
 
-async def test_nobody_is_reached_where_every_model_has_an_address(write: Write):
+async def test_no_server_is_contacted_if_every_model_has_an_address(write: Write):
     async with build(read(write(YAML))) as builder:
         await builder.serve()
         assert builder.served is None

@@ -26,7 +26,7 @@ def test_numbers_are_numbers(write: Write):
     assert data["c"] == [float("inf"), "1e", "e5", "1.2.3", "1e-6", "-"]
 
 
-def test_what_yaml_1_1_would_turn_into_something_else_stays_text(write: Write):
+def test_values_that_yaml_1_1_would_convert_stay_text(write: Write):
     data = load(write("a: 2024-01-31\nb: 12:30:00\nc: ~\nd: yes\n")).data
     assert data == {"a": "2024-01-31", "b": "12:30:00", "c": None, "d": True}
 
@@ -35,7 +35,7 @@ def test_an_empty_file_is_an_empty_document(write: Write):
     assert load(write("# nothing\n")).data == {}
 
 
-def test_every_key_knows_its_line(write: Write):
+def test_every_key_has_a_line(write: Write):
     file = write("llms:\n  m:\n    _type: openai\nlist:\n  - a\n  - b: 1\n")
     places = load(file).places
     assert places["llms", "m", "_type"] == Place("a.yml", 3)
@@ -44,7 +44,7 @@ def test_every_key_knows_its_line(write: Write):
     assert str(places["list", 1, "b"]) == "a.yml:6"
 
 
-def test_the_place_of_what_is_missing_is_that_of_its_block(write: Write):
+def test_the_place_of_a_missing_key_is_that_of_its_block(write: Write):
     assert load(write("a:\n  b: 1\n")).place(("a", "x", "y")) == Place("a.yml", 1)
 
 
@@ -60,20 +60,20 @@ def test_the_place_of_what_is_missing_is_that_of_its_block(write: Write):
         ("a: !!python/none x\n", "a.yml:1: not YAML: could not determine a constructor for"),
     ],
 )
-def test_what_is_not_yaml_is_told_with_its_line(write: Write, text: str, message: str):
+def test_invalid_yaml_is_reported_with_its_line(write: Write, text: str, message: str):
     with pytest.raises(ConfigError) as error:
         load(write(text))
     assert str(error.value).startswith(message)
 
 
-def test_a_file_that_is_not_there(prose: Prose):
+def test_a_missing_file(prose: Prose):
     with pytest.raises(ConfigError) as caught:
         load(Path("nowhere.yml"))
     prose(caught)
     assert place_of(caught).endswith("nowhere.yml")
 
 
-def test_a_key_written_twice_is_told_with_both_lines(write: Write):
+def test_a_repeated_key_is_reported_with_both_lines(write: Write):
     loaded = load(write("a:\n  b: 1\n  c: 2\n  b: 3\n"))
     assert [str(p) for p in loaded.problems] == [
         "a.yml:4: a.b: written twice, on lines 2 and 4; keep one of them"
@@ -96,7 +96,7 @@ def nested_aliases(first: str, block: str) -> str:
     return "\n".join(lines)
 
 
-def test_aliases_that_grow_without_end_are_refused(prose: Prose, write: Write):
+def test_aliases_that_multiply_are_refused(prose: Prose, write: Write):
     with pytest.raises(ConfigError) as error:
         load(write(nested_aliases("[x]", "[%s]")))
     # k1 to k3 repeat 20 + 220 + 2,220 values, k4 22,220; k5 would repeat 222,220.
@@ -166,7 +166,7 @@ def test_text_of_the_environment_is_kept_for_the_schema_to_type(
 # ---- other files ------------------------------------------------------------------------------
 
 
-def test_base_lies_underneath_and_blocks_are_merged(write: Write):
+def test_base_has_lower_precedence_and_blocks_are_merged(write: Write):
     write("a: {x: 1, y: [1, 2]}\nb: 1\n", "lib/deepest.yml")
     write("base: deepest.yml\na:\n  x: 2\n  z: 0\n", "lib/base.yml")
     file = write("base: lib/base.yml\na:\n  y: [3]\nc: 1\n")
@@ -185,7 +185,7 @@ def test_bases_in_a_circle_are_named(prose: Prose, write: Write):
     prose(caught)
 
 
-def test_a_base_that_is_not_there(prose: Prose, write: Write):
+def test_a_missing_base(prose: Prose, write: Write):
     with pytest.raises(ConfigError) as error:
         load(write("a: 1\nbase: b.yml\n"))
     prose(error)
@@ -196,13 +196,13 @@ def test_a_base_that_is_not_there(prose: Prose, write: Write):
     assert place_of(caught).endswith("a.yml:1")
 
 
-def test_file_puts_in_the_text_of_a_file(write: Write):
+def test_file_is_replaced_by_the_text_of_the_file(write: Write):
     write("You play\ntic-tac-toe.\n", "conf/prompts/system.md")
     file = write("prompt: file://prompts/system.md\n", "conf/a.yml")
     assert load(file).data == {"prompt": "You play\ntic-tac-toe.\n"}
 
 
-def test_files_that_cannot_be_put_in_are_all_told(write: Write):
+def test_all_files_that_cannot_be_read_are_reported(write: Write):
     loaded = load(write("a: file://nowhere.md\nb: file://data.json\n"))
     assert [str(p) for p in loaded.problems] == [
         "a.yml:1: a: 'file://nowhere.md' cannot be read from .: No such file or directory",

@@ -81,7 +81,7 @@ def test_lists_whole_by_comma_and_by_element(write: Write):
     assert changed(write, ("finetuning.target_functions.2", "z")).finetuning.target_functions == ["a", "b", "z"]  # fmt: skip
 
 
-def test_a_list_that_is_not_in_the_file_can_be_begun(write: Write):
+def test_a_list_that_is_not_in_the_file_can_be_created(write: Write):
     document = read(write("finetuning: {seed: 1}"), [("finetuning.target_functions.0", "x")])
     assert document.finetuning.target_functions == ["x"]
 
@@ -93,7 +93,7 @@ def test_an_element_beyond_the_end(write: Write):
     ]
 
 
-def test_a_list_that_cannot_be_begun_so_is_not_a_problem_of_its_own(prose: Prose, write: Write):
+def test_a_list_that_cannot_be_created_is_one_problem(prose: Prose, write: Write):
     with pytest.raises(ConfigProblems) as error:
         read(write("finetuning: {seed: 1}"), [("finetuning.target_functions.3", "x")])
     prose(error)
@@ -106,7 +106,7 @@ def test_no_path(prose: Prose, write: Write):
     assert place_of(caught) == "a.yml:1"
 
 
-def test_an_empty_directory_is_not_the_current_one(write: Write):
+def test_an_empty_path_is_not_the_current_directory(write: Write):
     yaml = """
         eval:
           general: {output: {dir: ""}}
@@ -128,13 +128,13 @@ def test_an_empty_directory_is_not_the_current_one(write: Write):
     ]
 
 
-def test_a_key_with_a_dot_stands_in_quotes(write: Write):
+def test_a_key_with_a_dot_is_quoted(write: Write):
     document = changed(write, ('llms."my.model".model_name', "z"), ("llms.'my.model'.seed", "3"))
     assert document.llms["my.model"].model_dump()["model_name"] == "z"
     assert document.llms["my.model"].model_dump()["seed"] == 3
 
 
-def test_blocks_that_the_schema_knows_are_made(write: Write):
+def test_blocks_of_the_schema_are_created(write: Write):
     document = changed(
         write,
         ("finetuning.early_stopping.patience", "3"),
@@ -148,7 +148,7 @@ def test_blocks_that_the_schema_knows_are_made(write: Write):
     assert document.eval.evaluators["right"].model_dump()["ignore_case"] is True
 
 
-def test_another_type_brings_its_own_keys(write: Write):
+def test_another_type_has_its_own_keys(write: Write):
     document = changed(
         write,
         ("eval.general.dataset._type", "custom"),
@@ -180,7 +180,7 @@ def test_keys_of_requests_are_read_as_yaml(write: Write):
     assert document.llms["m"].model_extra == {"logprobs": True, "stop": ["a", "1"]}
 
 
-def test_what_does_not_fit_names_the_option(write: Write):
+def test_the_error_for_a_wrong_value_names_the_option(write: Write):
     assert problems(
         write,
         ("finetuning.num_epochs", "2.5"),
@@ -211,7 +211,7 @@ def known() -> list[str]:
     return [name for name, field in FinetuneConfig.model_fields.items() if not field.exclude]
 
 
-def test_an_override_mends_a_variable_that_is_not_set(
+def test_an_override_replaces_a_variable_that_is_not_set(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("NOT_SET", raising=False)

@@ -84,7 +84,7 @@ def test_hone_s_own_components_are_found_without_its_metadata(monkeypatch: pytes
 
 
 @pytest.mark.e2e
-def test_a_package_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path):
+def test_a_package_that_fails_is_reported_and_the_others_load(tmp_path: Path):
     (tmp_path / "broken_plugin.py").write_text("import nowhere_at_all\n", encoding="utf-8")
     metadata = tmp_path / "broken_plugin-1.0.dist-info"
     metadata.mkdir()

@@ -110,7 +110,7 @@ def test_a_model_s_name_as_target_means_the_entry_that_asks_for_it(tmp_path: Pat
         ("org/base", *[f"_type: openai, model_name: org/base, {HERE}"] * 2),
     ],
 )
-def test_where_several_could_be_meant_the_key_to_set_is_named(
+def test_the_error_for_ambiguous_entries_names_the_key_to_set(
     prose: Prose, tmp_path: Path, target: str | None, first: str, second: str
 ):
     doc = document(tmp_path, target, a=first, b=second)

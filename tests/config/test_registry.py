@@ -51,11 +51,11 @@ KNOWN = re.compile(r"(?<=Known: ).*")
 """What other tests of this process registered is among them."""
 
 
-def test_the_decorated_function_is_what_it_was():
+def test_the_decorated_function_is_unchanged():
     assert doubler.__name__ == "doubler" and Doubler.type_name == "test_registry_doubler"
 
 
-def test_a_name_is_taken_once(prose: Prose):
+def test_a_name_is_registered_once(prose: Prose):
     class Again(FunctionBaseConfig, name="test_registry_doubler"):
         pass
 
@@ -95,7 +95,7 @@ def test_a_factory_must_yield(prose: Prose):
     assert registry.find("function", "test_registry_returns") is None
 
 
-def test_unknown_names_are_told_with_what_there_is(prose: Prose):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(prose: Prose):
     message = registry.unknown("function", "test_registry_dubler")
     prose(message, known=KNOWN)
     names = message.partition("Known: ")[2]

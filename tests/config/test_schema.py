@@ -28,7 +28,7 @@ def problems(file: Path) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-def test_all_problems_of_a_file_are_told_at_once(write: Write, monkeypatch: pytest.MonkeyPatch):
+def test_all_problems_of_a_file_are_reported_at_once(write: Write, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     file = write("""\
         llms:
@@ -96,7 +96,7 @@ def test_sections_of_the_toolkit_say_that_it_is_not_installed(write: Write, key:
         ("{validate_llm_endpoints: true}", "validate_llm_endpoints"),
     ],
 )
-def test_keys_that_hone_lacks_are_refused_by_name(write: Write, text: str, key: str):
+def test_unsupported_keys_are_refused_by_name(write: Write, text: str, key: str):
     [problem] = problems(write(f"eval:\n  general: {text}\n"))
     assert problem.startswith(f"a.yml:2: eval.general.{key}: not in this version of hone; ")
 
@@ -154,7 +154,7 @@ def test_what_hone_fills_in_itself_is_refused(write: Write):
     ]
 
 
-def test_names_of_components_are_checked_wherever_they_stand(write: Write):
+def test_names_of_components_are_checked_at_every_place(write: Write):
     file = write(f"""\
         llms: {{model: {LLM}}}
         functions:
@@ -183,7 +183,7 @@ def test_names_of_components_are_checked_wherever_they_stand(write: Write):
     )
 
 
-def test_functions_that_need_each_other_are_told(write: Write):
+def test_functions_that_need_each_other_are_reported(write: Write):
     file = write("""\
         functions:
           a: {_type: python, target: "json:loads", functions: [b]}
@@ -382,7 +382,7 @@ def test_spellings_that_disagree(write: Write, structure: str, message: str):
     assert message in problem
 
 
-def test_what_is_in_force_can_be_written_down_and_read_again(write: Write):
+def test_the_effective_configuration_survives_a_round_trip(write: Write):
     file = write(f"llms: {{m: {LLM}}}\nfinetuning: {{seed: 3}}\n")
     document = read(file, [("finetuning.num_epochs", "7")])
     assert document.file == Path("a.yml")

@@ -31,7 +31,7 @@ def test_every_block_loads_alone_and_over_the_basic_one(file: Path, tmp_path: Pa
     over_the_basic_one(file.name, tmp_path)
 
 
-def test_there_are_all_eight():
+def test_all_eight_blocks_are_tested():
     assert {f.stem for f in SEED.glob("*.yml")} == {
         *("basic", "trajectory_builder", "trainer_adapter", "trainer"),
         *("multi_gpu", "memory", "curriculum", "targeting"),

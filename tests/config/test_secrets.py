@@ -22,7 +22,7 @@ def test_no_secret_is_shown():
     assert Secrets().hide({"api_key": None, "path": Path("x")}) == {"api_key": None, "path": "x"}
 
 
-def test_a_secret_is_hidden_wherever_it_stands(monkeypatch: pytest.MonkeyPatch):
+def test_a_secret_is_hidden_at_every_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_TOKEN", "from-the-environment")
     data = {"llm": {"api_key": "from-the-file", "headers": {"X-Both": "from-the-file"}}}
     secrets = Secrets(data, [("llms.a.api_key", "from-an-option"), ("finetuning.seed", "12345678")])
@@ -51,7 +51,7 @@ def test_the_places_of_an_agents_secrets_are_hidden():
     }
 
 
-def test_every_header_of_a_logger_is_hidden_wherever_it_stands():
+def test_every_header_of_a_logger_is_hidden_at_every_place():
     loggers = [
         {
             "_type": "otel",

@@ -67,7 +67,7 @@ def test_examples_of_a_curriculum_keep_their_ids(tmp_path: Path):
     assert isinstance(event, EpochCollected) and event.curriculum == curriculum
 
 
-def test_a_log_that_is_not_there_is_empty(tmp_path: Path):
+def test_a_missing_log_is_empty(tmp_path: Path):
     assert read(tmp_path / "events.jsonl") == []
 
 
@@ -118,7 +118,7 @@ def test_listeners_see_what_a_reader_of_the_file_sees(tmp_path: Path):
     assert read(path) == seen[:1]
 
 
-def test_an_event_that_lacks_a_field_is_our_mistake(tmp_path: Path):
+def test_appending_an_event_without_a_field_raises(tmp_path: Path):
     with EventLog(tmp_path / "events.jsonl") as log:
         with pytest.raises(ValidationError, match=r"WarningLogged\nmessage\n  Field required"):
             log.append("warning", x=1)

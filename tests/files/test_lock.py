@@ -23,7 +23,7 @@ def taken(directory: Path) -> LockFile:
     return lock_directory(directory, "l", command="hone eval", key="a.b")
 
 
-def test_the_second_is_told_who_holds_it(prose: Prose, tmp_path: Path):
+def test_the_second_process_gets_the_id_of_the_holder(prose: Prose, tmp_path: Path):
     assert holder(tmp_path / "l") is None
     with taken(tmp_path):
         assert holder(tmp_path / "l") == str(os.getpid())
@@ -56,7 +56,7 @@ def test_a_killed_process_leaves_no_lock(prose: Prose, tmp_path: Path):
         assert (tmp_path / "l").read_text() == str(os.getpid())
 
 
-def test_a_directory_that_takes_no_file_is_named(prose: Prose, tmp_path: Path):
+def test_an_unwritable_directory_is_named(prose: Prose, tmp_path: Path):
     (tmp_path / "l").mkdir()
     with pytest.raises(ConfigError) as caught:
         taken(tmp_path)

@@ -25,7 +25,7 @@ def test_a_directory_with_the_mark_is_emptied_and_removed(tmp_path: Path):
     assert remove_owned(directory) and not directory.exists()
 
 
-def test_what_hone_did_not_create_stays(prose: Prose, tmp_path: Path):
+def test_files_that_hone_did_not_create_stay(prose: Prose, tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(StateError) as caught:
         make_owned(tmp_path)

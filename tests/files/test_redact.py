@@ -38,7 +38,7 @@ PEM = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC\nBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj\n"
         *("MYSQL_PWD", "_authToken", "x-api-key", "AccountKey"),
     ],
 )
-def test_a_name_that_says_so_holds_a_secret(name: str):
+def test_values_under_secret_names_are_secrets(name: str):
     assert is_secret(name)
 
 
@@ -49,7 +49,7 @@ def test_a_name_that_says_so_holds_a_secret(name: str):
         *("eos_token", "pad_token", "AccessKeyId", "OLDPWD", "tokenizer", "secretary", "monkey"),
     ],
 )
-def test_other_names_do_not(name: str):
+def test_values_under_other_names_are_not_secrets(name: str):
     assert not is_secret(name)
 
 

@@ -78,7 +78,7 @@ async def test_initialize_registers_loads_and_says_where_the_model_answers(
     assert sum("Connected to" in r.getMessage() for r in caplog.records) == 1
 
 
-async def test_nobody_at_the_address(
+async def test_no_server_at_the_address(
     prose: Prose, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "FIRST_S", 0.2)
@@ -91,7 +91,7 @@ async def test_nobody_at_the_address(
     assert not await adapter.is_healthy()
 
 
-async def test_somebody_else_at_the_address(prose: Prose, tiny_model: Path):
+async def test_another_server_at_the_address(prose: Prose, tiny_model: Path):
     standin = StandIn()
     standin.refuse = lambda request: Response("nothing here", 404)
     async with serving(standin.app) as url:
@@ -328,7 +328,7 @@ async def test_the_first_step_of_a_run_survives_until_its_verdict(
         assert await retained() == [2, 3]
 
 
-async def test_what_the_last_one_left_out_is_said(
+async def test_the_left_out_trajectories_of_the_last_job_are_logged(
     prose: Prose, server: LocalBackend, tiny_model: Path
 ):
     adapter = adapter_for(server, tiny_model)

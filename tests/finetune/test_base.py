@@ -160,7 +160,7 @@ def test_a_curriculum_is_not_in_every_trainer(prose: Prose):
     prose(caught)
 
 
-async def test_what_is_not_bound_says_so(prose: Prose):
+async def test_unbound_components_are_reported(prose: Prose):
     with pytest.raises(ConfigError) as caught:
         await Builder(TrajectoryBuilderConfig()).run_eval()
     prose(caught)
@@ -199,13 +199,13 @@ def test_a_builder_of_any_package_gets_the_round_as_a_dict():
     assert RoundRequest.of("r", None) == RoundRequest("r")
 
 
-async def test_a_missing_score_is_no_reward():
+async def test_a_missing_score_is_not_a_reward():
     builder = Builder(TrajectoryBuilderConfig())
     assert await builder.compute_reward(EvalOutputItem(id="a", score=2)) == 2.0
     assert await builder.compute_reward(EvalOutputItem(id="a", score=None)) is None
 
 
-async def test_what_a_backend_need_not_do_does_nothing():
+async def test_optional_methods_do_nothing():
     adapter = Adapter(TrainerAdapterConfig())
     await adapter.open_run("r", 0)
     await adapter.log_metrics({"reward": 1.0}, split="val", step=None)

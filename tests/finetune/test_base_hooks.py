@@ -177,7 +177,7 @@ async def test_what_an_adapter_adds_to_a_status_changes_no_event(bench: Bench):
     assert "clip_frac unknown" in warning
 
 
-def test_what_an_adapter_says_of_its_model_changes_nothing_else(command: Command):
+def test_what_an_adapter_reports_of_its_model_changes_nothing_else(command: Command):
     class Described(MemoryAdapter):
         def describe(self) -> dict[str, Any]:
             return super().describe() | {"name": "mine", "step": 7, "type": "lora", "seed": "x"}

@@ -28,7 +28,7 @@ ASSISTANT = EpisodeItemRole.ASSISTANT
 # ---- failures -----------------------------------------------------------------------------------
 
 
-async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
+async def test_infrastructure_failures_are_retried_and_leave_the_group(
     server: LocalBackend, tiny_model: Path
 ):
     async with world(server, tiny_model, rollout_retries=1, min_group_size=1) as w:
@@ -50,7 +50,7 @@ async def test_failures_of_the_world_are_tried_again_and_leave_the_group(
         assert w.builder.dropped == {"infrastructure/connection": 2}
 
 
-async def test_a_name_that_two_projects_have_is_asked_for_once(
+async def test_a_name_of_two_projects_is_requested_once(
     prose: Prose, server: LocalBackend, tiny_model: Path
 ):
     """Neither the client nor the run repeats a request that cannot succeed."""
@@ -236,7 +236,7 @@ async def test_rollouts_that_gave_nothing_are_not_run_again_and_say_why_again(
             assert w.ran == {"one": 2, "two": 2, "three": 2}
 
 
-async def test_a_round_that_came_to_nothing_is_run_anew(
+async def test_a_round_without_trajectories_is_run_again(
     server: LocalBackend, tiny_model: Path, tmp_path: Path
 ):
     async with world(server, tiny_model, on_policy_failure="drop") as w:
@@ -266,7 +266,7 @@ async def test_a_round_that_came_to_nothing_is_run_anew(
 # ---- calls that name no rollout ---------------------------------------------------------------------
 
 
-async def test_calls_that_hone_cannot_see_are_counted_and_told_once(
+async def test_calls_that_hone_cannot_see_are_counted_and_reported_once(
     prose: Prose,
     server: LocalBackend,
     tiny_model: Path,

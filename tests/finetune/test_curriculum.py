@@ -75,7 +75,7 @@ def test_the_seeds_schedule_epoch_by_epoch():
     ]  # fmt: skip
 
 
-def test_the_last_expansion_stops_at_all():
+def test_the_last_expansion_includes_all():
     # 0.5 + 0.4 = 0.9, + 0.4 = 1.3, which is all.
     steps = config(initial_percentile=0.5, increment_percentile=0.4, expansion_interval=2)
     assert [percentile(steps, epoch) for epoch in range(6)] == [0.5, 0.5, 0.9, 0.9, 1.0, 1.0]
@@ -161,7 +161,7 @@ def test_groups_without_variance_are_dropped_before_the_share_is_taken():
     assert curriculum.state["total_groups"] == 2
 
 
-def test_nothing_is_left_where_no_group_tells_anything():
+def test_no_group_is_left_if_all_have_equal_rewards():
     curriculum = Curriculum(config())
     chosen = curriculum.select(collection(a=(1.0, 1.0), b=(0.0, 0.0)), 0)
     assert chosen.trajectories == []
@@ -245,7 +245,7 @@ def test_groups_that_tell_nothing_use_up_no_share():
     assert chosen == [[], ["e1"], []]
 
 
-def test_a_round_again_gives_the_same_groups_whatever_came_after():
+def test_a_repeated_round_gives_the_same_groups():
     curriculum = Curriculum(config())
     first = around(a=0.5, b=0.4)
     once = curriculum.select(first, 0, 0, rounds=2)

@@ -18,7 +18,7 @@ def test_means_are_over_trajectories_not_over_groups():
     assert metrics["curriculum_percentile"] == 0.3
 
 
-def test_nothing_has_no_mean():
+def test_an_empty_collection_has_no_mean():
     metrics = round_metrics(collection(), collection(), 1.0)
     assert (metrics["avg_reward"], metrics["min_reward"], metrics["num_trajectories"]) == (
         None,

@@ -44,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "train.yml"
 
 
-def test_it_keeps_what_is_learned_and_leaves_out_how_long_and_where(file: Path):
+def test_the_fingerprint_has_what_is_learned_and_not_durations_and_addresses(file: Path):
     facts = fingerprint_of(read(file), FinetuneRunConfig())
     # sha256 of "[]"
     empty = "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"
@@ -261,7 +261,7 @@ def test_where_the_result_is():
     assert MemoryAdapter().describe() == nothing
 
 
-def test_the_command_that_goes_on_does_not_begin_anew():
+def test_the_resume_command_does_not_start_anew():
     options = ["finetune", "--config_file=a.yml", "--fresh"]
     assert resume_arguments(options, "auto") == ["finetune", "--config_file=a.yml"]
     assert resume_arguments(options[:2], "never") == [

@@ -69,7 +69,7 @@ def test_finished_rollouts_are_there_after_a_restart(tmp_path: Path):
     ]
 
 
-def test_a_rollout_its_world_failed_is_run_again_and_the_last_one_counts(tmp_path: Path):
+def test_a_rollout_that_the_environment_failed_is_run_again_and_the_last_one_counts(tmp_path: Path):
     with Journal.open(tmp_path, FACTS) as journal:
         journal.add(record("a", 0, reward=None, failure=failed("infrastructure")))
         journal.add(record("b", 0, reward=None, failure=failed("policy")))
@@ -219,7 +219,7 @@ def test_fresh_keeps_the_old_directory_under_its_run(tmp_path: Path):
         assert not journal.run.anew
 
 
-def test_a_name_that_is_taken_stops_fresh(prose: Prose, tmp_path: Path):
+def test_fresh_is_refused_if_the_new_name_exists(prose: Prose, tmp_path: Path):
     with Journal.open(tmp_path / "out", FACTS) as journal:
         taken = tmp_path / f"out.{journal.run_id}"
     taken.mkdir()
@@ -260,7 +260,7 @@ def test_a_damaged_run_file_is_named_and_kept(
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("left", ["events.jsonl", "trajectories", "submissions"])
-def test_files_of_a_run_without_its_run_file_are_not_taken_for_a_new_one_s(
+def test_a_directory_without_its_run_file_is_not_a_new_run(
     prose: Prose, tmp_path: Path, left: str, fresh: bool
 ):
     (tmp_path / left).touch()
@@ -271,7 +271,7 @@ def test_files_of_a_run_without_its_run_file_are_not_taken_for_a_new_one_s(
     assert not (tmp_path / "run.json").exists()
 
 
-def test_close_twice_is_close(tmp_path: Path):
+def test_closing_twice_does_nothing(tmp_path: Path):
     journal = Journal.open(tmp_path, FACTS)
     journal.close()
     journal.close()

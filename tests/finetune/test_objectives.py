@@ -146,7 +146,7 @@ def test_columns_can_have_other_names_and_tools():
         {"messages": [USER, assistant("4")], "tools": [{"t": 1}]},
     ],
 )
-def test_a_row_that_is_no_conversation_is_refused(prose: Prose, row: Any):
+def test_a_row_that_is_not_a_conversation_is_refused(prose: Prose, row: Any):
     with pytest.raises(ConfigError) as caught:
         ROWS.trajectories("e", row)
     prose(caught)
@@ -217,7 +217,7 @@ def problems(command: Command, changed: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_what_does_not_fit_together_is_refused_before_anything_runs(sft: Command):
+def test_incompatible_components_are_refused_before_anything_runs(sft: Command):
     art = {
         "_type": "hone_server",
         "backend": {"base_model": "smollm2-135m-instruct"},

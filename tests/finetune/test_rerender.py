@@ -45,7 +45,7 @@ def test_a_recorded_rollout_is_sent_by_reference():
     assert sent.metadata == {"id": "e7", "generation": 0}
 
 
-def test_the_order_of_a_recorded_rollout_is_nobody_s_business():
+def test_the_message_order_of_a_recorded_rollout_is_not_checked():
     odd = trajectory(message("assistant", "a", {})).model_copy(
         update={"rollout": "r:1", "trained_calls": ["call-1"]}
     )

@@ -57,7 +57,7 @@ def test_a_round_that_gave_nothing_is_over_until_its_epoch_fails():
     assert state.is_over(0, 0)
 
 
-def test_an_epoch_is_done_when_it_was_closed_well():
+def test_an_epoch_is_done_when_it_completed():
     ended = [
         event("epoch_done", epoch=e, status=s, phases={})
         for e, s in enumerate(("completed", "failed"))
@@ -86,7 +86,7 @@ def test_a_validation_that_failed_is_tried_again():
     assert [state.is_validated(epoch) for epoch in range(3)] == [False, False, True]
 
 
-def test_it_is_finished_when_it_said_so_and_every_epoch_is_done_or_it_stopped_early():
+def test_a_run_is_finished_when_it_completed_and_every_epoch_is_done_or_it_stopped_early():
     finished = event("run_finished", status="completed", message="", step=1, seconds=0)
     config = FinetuneConfig(early_stopping=EarlyStoppingConfig(patience=1))
     state = RunState(config, [event("epoch_done", epoch=0, status="completed", phases={})])
@@ -100,7 +100,7 @@ def test_it_is_finished_when_it_said_so_and_every_epoch_is_done_or_it_stopped_ea
     assert not state.is_finished(1)
 
 
-def test_examples_the_curriculum_spares_are_drawn_but_not_run():
+def test_examples_that_the_curriculum_skips_are_drawn_but_not_run():
     curriculum = CurriculumLearningConfig(enabled=True, skip_excluded=True)
     known = {"average": 0.1, "spread": 1.0, "epoch": 0, "excluded": True}
     snapshot = {"state": {}, "history": {"a": known, "b": {**known, "excluded": False}}}
@@ -141,7 +141,7 @@ def test_an_example_comes_again_only_when_all_were_seen():
     assert all(drawn.index(e) < 7 for e in EXAMPLES)
 
 
-def test_more_than_there_are_is_all():
+def test_a_size_above_the_number_of_examples_is_all():
     assert sorted(epoch_of(EXAMPLES, seed=0, epoch=3, size=99)) == EXAMPLES
 
 
@@ -246,10 +246,10 @@ def test_a_rise_begins_the_wait_anew():
     assert reason_to_stop(measured(0.3, 0.2, 0.4, 0.4), PATIENT) is None
 
 
-def test_a_validation_that_failed_says_nothing():
+def test_a_failed_validation_does_not_count():
     assert reason_to_stop(measured(0.3, None, None, 0.2), PATIENT) is None
     assert reason_to_stop(measured(None, None, None), PATIENT) is None
 
 
-def test_without_the_section_nothing_stops():
+def test_without_early_stopping_nothing_stops():
     assert reason_to_stop(measured(0.3, 0.1, 0.1, 0.1), None) is None

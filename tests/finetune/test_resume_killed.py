@@ -161,7 +161,7 @@ def _stub_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_killed_after_any_write_it_comes_to_the_same_end(
+def test_a_run_killed_after_any_write_has_the_same_result(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     keys, tmp_path = SETTINGS[setting], tmp_path / setting

@@ -231,7 +231,7 @@ async def test_a_killed_run_sends_the_same_submission(bench: Bench):
         assert set(run.ran.values()) == {2}
 
 
-async def test_a_round_that_was_killed_before_it_closed_ends_as_if_it_had_not_been(bench: Bench):
+async def test_a_round_that_was_killed_before_it_closed_has_the_same_result(bench: Bench):
     async with trained(bench, mixed) as run:
         run.agent = fails
         run.train(4)
@@ -252,7 +252,7 @@ async def test_a_round_that_was_killed_before_it_closed_ends_as_if_it_had_not_be
         assert sorted(run.sent(0)) == [[-0.5] * 2, [-0.5] * 2, [1.0] * 2, [1.0] * 2]
 
 
-async def test_dropped_failures_are_not_trained_but_count_in_what_is_reported(bench: Bench):
+async def test_dropped_failures_are_not_trained_but_count_in_reported_rewards(bench: Bench):
     async with trained(bench, mixed) as run:
         run.agent = fails
         run.train(4)
@@ -334,7 +334,7 @@ async def test_an_evaluator_that_raises_is_classified_when_the_round_closes(
 
 
 @pytest.mark.parametrize("service", [False, True])
-async def test_an_evaluator_that_blames_the_model_is_believed(bench: Bench, service: bool):
+async def test_an_evaluator_may_attribute_a_failure_to_the_model(bench: Bench, service: bool):
     """Also where it scores no output at all: a model that collapsed is no broken evaluator."""
     error = PolicyFailure("no answer in it", reason="empty")
     async with trained(bench, lambda question: "right") as run:
@@ -346,7 +346,7 @@ async def test_an_evaluator_that_blames_the_model_is_believed(bench: Bench, serv
         assert sorted(run.sent(0)) == [[0.0, 0.0]] * 4
 
 
-async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_asked_again(
+async def test_an_evaluator_that_scores_nothing_fails_the_epoch_and_is_called_again(
     prose: Prose, bench: Bench
 ):
     async with trained(bench, lambda question: "right") as run:
@@ -745,7 +745,7 @@ class Parsing(Reward):
         (lenient, Parsing(fails)),
     ],
 )
-async def test_what_training_can_mend_is_a_warning_that_names_the_line(
+async def test_failures_that_training_can_correct_are_a_warning_that_names_the_line(
     prose: Prose, bench: Bench, agent: Agent, reward: Reward
 ):
     def answer(question: str) -> str:

@@ -17,7 +17,7 @@ def record(kind: str | None = None, reason: str = "", **fields: object) -> Rollo
     return RolloutRecord.model_validate({**defaults, **reward, "failure": failure, **fields})
 
 
-def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
+def test_a_share_of_infrastructure_failures_is_allowed():
     good, bad = [record()] * 4, [record("infrastructure", "connection")]
     assert infrastructure_error(good + bad, where="epoch 1", allowed=0.2) is None
     error = infrastructure_error(good[:3] + bad * 2, where="epoch 1", allowed=0.2)
@@ -28,7 +28,7 @@ def test_a_share_of_the_worlds_failures_is_allowed_and_no_more():
     assert infrastructure_error([], where="epoch 1", allowed=0.0) is None
 
 
-def test_policy_failures_are_loud_above_a_twentieth_unless_they_have_a_reward(prose: Prose):
+def test_policy_failures_above_a_twentieth_are_a_warning_unless_they_have_a_reward(prose: Prose):
     good = [record()] * 19
     assert policy_warning([*good, record("policy", "length")], where="epoch 1") is None
     failed = [*good[:18], *[record("policy", "length")] * 2]

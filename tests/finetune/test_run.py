@@ -67,7 +67,7 @@ def test_a_run_with_equal_rewards_says_last_what_to_change(
     assert "Result: " not in caplog.text
 
 
-def test_the_result_is_said_before_the_last_line(
+def test_the_result_is_logged_before_the_last_line(
     command: Command, caplog: pytest.LogCaptureFixture
 ):
     assert command(validation_dataset=Path("val.json")) == 0
@@ -286,7 +286,7 @@ def test_what_preflight_refuses_is_not_started(command: Command, caplog: pytest.
     assert Parts.closed == ["builder", "adapter"]
 
 
-def test_what_a_run_cannot_do_without_is_said_before_anything_is_opened(
+def test_missing_parts_of_a_run_are_reported_before_anything_is_opened(
     prose: Prose, command: Command
 ):
     with pytest.raises(ConfigError) as caught:
@@ -300,7 +300,7 @@ def test_what_a_run_cannot_do_without_is_said_before_anything_is_opened(
     assert not command.out.exists() and Parts.closed == []
 
 
-def test_everything_a_run_lacks_is_said_at_once(command: Command):
+def test_all_missing_parts_of_a_run_are_reported_at_once(command: Command):
     finetuning = {**DOCUMENT["finetuning"], "reward_function": None, "target_functions": ["serch"]}
     document = {**DOCUMENT, "finetuning": {**finetuning, "num_epoch": 3}}
     del document["workflow"]
@@ -350,7 +350,7 @@ def test_validation_may_have_a_configuration_of_its_own(command: Command):
     assert "validation_evaluator" not in command.events("run_started")[0]
 
 
-def test_another_evaluator_of_the_validation_is_told(command: Command):
+def test_another_evaluator_of_the_validation_is_reported(command: Command):
     other = {**DOCUMENT, "finetuning": {"enabled": False}}
     general = {"dataset": {"_type": "json", "file_path": "val.json"}}
     half = {"_type": "python", "target": "agent.py:half"}

@@ -47,7 +47,7 @@ def test_the_first_cancels_the_task_and_its_cleanup_is_not_disturbed(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_it_ends_in_order_where_nobody_reads_stderr():
+def test_it_ends_in_order_if_stderr_is_closed():
     """As in `hone finetune 2>&1 | head`."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -69,7 +69,7 @@ def test_it_ends_in_order_where_nobody_reads_stderr():
     assert interrupts.received
 
 
-def test_what_asyncio_would_say_is_left_to_debug(
+def test_asyncio_s_errors_are_logged_at_debug_level(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
     async def fails() -> None:
@@ -122,7 +122,7 @@ with Interrupts() as interrupts:
 """
 
 
-def test_the_second_leaves_at_once_whatever_hangs():
+def test_the_second_ctrl_c_exits_at_once():
     process = subprocess.Popen(
         [sys.executable, "-c", STUBBORN],
         stdout=subprocess.PIPE,

@@ -94,7 +94,7 @@ def test_ctrl_c_before_anything_has_begun_says_so_in_a_line(
     assert command() == 0
 
 
-def test_ctrl_c_while_a_run_is_taken_up_again_leaves_a_report_of_what_it_had(
+def test_ctrl_c_while_a_run_resumes_leaves_a_report_of_the_run_so_far(
     command: Command, caplog: pytest.LogCaptureFixture
 ):
     Parts.builder.reward = in_its_second_epoch
@@ -112,7 +112,7 @@ def test_ctrl_c_while_a_run_is_taken_up_again_leaves_a_report_of_what_it_had(
     assert before["status"] == "unfinished" and before["epochs"] == 1
 
 
-def test_ctrl_c_while_a_failed_run_is_taken_up_again_leaves_its_report_as_it_is(command: Command):
+def test_ctrl_c_while_a_failed_run_resumes_keeps_its_report(command: Command):
     Parts.adapter.fail = lambda key: "CUDA out of memory"
     assert command() == 1
     before = (command.out / "report.html").read_bytes()

@@ -168,7 +168,7 @@ def an_evaluation() -> None:
     Path("config.yml").write_text(yaml.safe_dump(document))
 
 
-def test_answers_of_a_question_with_a_secret_are_found_again(tmp_path: Path):
+def test_answers_to_a_question_with_a_secret_are_reused(tmp_path: Path):
     Path("agent.py").write_text("""
 def run(question):
     with open("ran", "a") as file:

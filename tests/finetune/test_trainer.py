@@ -117,7 +117,7 @@ async def test_a_start_after_a_crash_runs_only_what_did_not_end(bench: Bench):
     assert len(bench.adapter.jobs) == 3
 
 
-async def test_what_was_noted_is_sent_again_as_it_was(bench: Bench):
+async def test_a_journaled_submission_is_sent_again_unchanged(bench: Bench):
     """Killed between noting a submission and hearing of its end, at each of the places between."""
     trainer = await bench.start()
     await trainer.run_epoch(0, trainer.journal.run_id)
@@ -187,7 +187,7 @@ async def test_it_stops_when_held_out_reward_stops_rising(bench: Bench):
     assert len(bench.adapter.jobs) == 2
 
 
-async def test_too_many_failures_of_the_world_fail_the_epoch_and_are_run_again(bench: Bench):
+async def test_too_many_infrastructure_failures_fail_the_epoch_and_are_run_again(bench: Bench):
     # One of four examples is a quarter of the rollouts; a fifth is allowed.
     bench.builder.reward = lambda e, example, g: None if example == "a" else rising(e, example, g)
     (status,) = await bench.run(1)
@@ -204,7 +204,7 @@ async def test_too_many_failures_of_the_world_fail_the_epoch_and_are_run_again(b
     assert [example for _, example, _ in bench.builder.ran[before:]] == ["a", "a"]
 
 
-async def test_failures_of_the_policy_are_dropped_and_loudly_so(
+async def test_dropped_policy_failures_are_a_warning(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ):
     bench.builder.reward = lambda e, example, g: "token_limit" if g else 0.5
@@ -279,7 +279,7 @@ async def test_the_curriculum_goes_on_where_it_was(bench: Bench):
     assert state["included_groups"] == list("abcd")
 
 
-async def test_examples_out_of_reach_are_not_paid_for(bench: Bench):
+async def test_excluded_examples_are_not_run(bench: Bench):
     bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1
     curriculum = CurriculumLearningConfig(enabled=True, initial_percentile=0.5, skip_excluded=True)
     bench.keys = {"curriculum_learning": curriculum}
@@ -288,7 +288,7 @@ async def test_examples_out_of_reach_are_not_paid_for(bench: Bench):
     assert {example for epoch, example, _ in bench.builder.ran if epoch == 1} == set("cd")
 
 
-async def test_an_epoch_of_examples_out_of_reach_runs_them_all(bench: Bench):
+async def test_an_epoch_of_excluded_examples_runs_them_all(bench: Bench):
     """The draw of an epoch may consist of examples that the curriculum would skip."""
     bench.builder.reward = lambda e, example, g: 0.2 * (1 + "abcd".index(example)) + 0.2 * g - 0.1
     curriculum = CurriculumLearningConfig(

@@ -105,7 +105,7 @@ async def test_temperature_and_step_reach_an_agent_in_a_process_of_its_own(
     assert [(v.step, v.error) for v in state.history.finals[0]] == [(0, None), (1, None)]
 
 
-async def test_an_evaluator_that_fails_is_not_asked_by_running_the_agent_again(bench: Bench):
+async def test_a_failed_evaluator_is_retried_without_running_the_agent(bench: Bench):
     ran: list[str] = []
     bench.validation = evaluation("x", lambda input: (ran.append(input), "no number")[1])
     bench.keys = {"rollout_retries": 2}
@@ -474,7 +474,7 @@ async def test_a_step_that_the_backend_lost_leaves_the_answers_of_the_run(chosen
     assert not result.fresh and len(result.others) == 2
 
 
-def test_what_the_environment_failed_is_told_apart_by_whether_the_policy_answered():
+def test_failures_of_the_environment_are_classified_by_whether_the_policy_answered():
     def record(
         example: str, generation: int, kind: Any, *, answered: bool = False
     ) -> RolloutRecord:

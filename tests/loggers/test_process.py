@@ -229,7 +229,7 @@ def test_a_pause_between_two_tries_ends_with_the_session(
     os.close(stdin)
 
 
-def test_what_a_logger_lacks_is_said_before_the_run_starts(
+def test_a_missing_package_or_key_is_reported_before_the_run_starts(
     command: LoggedCommand, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("OPENPIPE_API_KEY", raising=False)

@@ -48,7 +48,7 @@ def test_all_solved():
     assert "num_generations" not in text
 
 
-def test_an_evaluator_that_tells_nothing_apart():
+def test_an_evaluator_that_gives_equal_rewards():
     text = diagnosed(flat_run([{str(i): [0.5] * 8 for i in range(4)}] * 3))
     assert text is not None
     assert "every rollout of the run has the reward 0.5" in text
@@ -94,7 +94,7 @@ def test_dpo_is_held_to_its_reference_by_its_own_beta():
     assert "training.beta" not in text and "clip" not in text
 
 
-def test_what_none_of_the_four_explains():
+def test_a_flat_reward_without_a_known_cause():
     text = diagnosed(flat_run([{str(i): [0.0, 1.0] * 4 for i in range(4)}] * 3))
     assert text is not None
     assert "none of these explains it" in text

@@ -211,7 +211,7 @@ def test_a_run_that_goes_on_is_starting_until_it_works_again(ended: str, tmp_pat
             assert (shown.state.finished, shown.state.total) == (1, 10)
 
 
-def test_sparks_stand_on_zero():
+def test_the_row_of_rewards_starts_at_zero():
     # Rewards from 0 to 1 in eight heights: 0, 0.5 -> int(0.5 * 7.999) = 3, 1 -> 7.
     assert sparks([0.0, 0.5, None, 1.0]) == f"{BLOCKS[0]}{BLOCKS[3]} {BLOCKS[7]}"
     assert sparks([0.5, 0.51]) == BLOCKS[3] + BLOCKS[4]

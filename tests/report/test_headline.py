@@ -23,7 +23,7 @@ def test_a_run_that_never_got_a_reward_says_so(tmp_path: Path):
     assert "Use the model" not in text
 
 
-def test_one_validation_alone_is_told(tmp_path: Path):
+def test_a_single_validation_is_reported(tmp_path: Path):
     head, rests = basis(tmp_path, started(), validation(0, {"a": [0.5]}, 0.5), finished())
     assert head == "There is nothing to compare"
     assert rests == (
@@ -81,13 +81,13 @@ def test_the_steps_that_are_compared_are_named(tmp_path: Path):
     )
 
 
-def test_examples_that_only_one_validation_scored_are_told(tmp_path: Path):
+def test_examples_that_only_one_validation_scored_are_reported(tmp_path: Path):
     first, last = {str(i): [0.0] for i in range(8)}, {str(i): [1.0] for i in range(7)}
     _, rests = basis(tmp_path, started(), validation(0, first, 0.0), validation(1, last, 1.0))
     assert ", paired over the 7 of 8 examples that both scored, p = 0.016. " in rests
 
 
-def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
+def test_examples_that_no_validation_scored_are_reported(tmp_path: Path):
     # 12 examples are held out, and the agent's own code failed on 6 of them, before and after.
     first, last = (
         validation(i, {str(n): [float(i)] for n in range(6)}, float(i)) | {"num_examples": 12}
@@ -97,7 +97,7 @@ def test_examples_that_no_validation_scored_are_told(tmp_path: Path):
     assert ", paired over the 6 of 12 examples that both scored, p = 0.031. " in rests
 
 
-def test_training_rewards_stand_in_only_for_want_of_validations(tmp_path: Path):
+def test_training_rewards_are_compared_only_without_validations(tmp_path: Path):
     lines = []
     for epoch in range(2):
         lines += [rollout(epoch, str(i), 0, float(epoch)) for i in range(8)]
@@ -367,7 +367,7 @@ def test_no_example_with_a_reward_on_both_sides(tmp_path: Path):
     assert rests == "No held-out example has a reward under both of the compared steps."
 
 
-def test_failures_of_the_model_are_told_and_count_alike_on_both_sides(tmp_path: Path):
+def test_failures_of_the_model_are_reported_and_count_alike_on_both_sides(tmp_path: Path):
     """All of step 0 answer -0.5 or fail; none of step 1 fails. A failure counts as -0.5."""
     first = {str(i): [-0.5 if i < 4 else None] for i in range(8)}
     lines = validation(0, {}, -0.5) | {"rewards": first, "on_policy_failure": "drop"}

@@ -200,7 +200,7 @@ def test_an_epoch_that_never_ended_took_its_time_too():
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_every_story_adds_up(name: str):
+def test_the_numbers_of_every_simulated_run_add_up(name: str):
     history = RunHistory.of(events(STORIES[name]))
     assert sum(history.phases.values()) == pytest.approx(history.seconds)
     assert [r.epoch for r in history.rounds] == sorted(r.epoch for r in history.rounds)
@@ -250,7 +250,7 @@ def test_an_epoch_without_trajectories_has_its_line_and_no_reward():
     assert entry["num_trajectories"] == 0
 
 
-def test_rounds_are_put_together_by_what_they_weigh():
+def test_rounds_are_averaged_by_their_number_of_trajectories():
     log = [
         started(),
         collected(0, 0.2, n=10, low=0.1, high=0.5, share=0.3),

@@ -114,7 +114,7 @@ def test_a_gap_stays_a_gap_when_smoothed():
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_every_story_can_be_drawn(name: str, tmp_path: Path):
+def test_every_simulated_run_can_be_drawn(name: str, tmp_path: Path):
     history = RunHistory.of(events(STORIES[name]))
     plots.reward_plot(history, tmp_path / "reward_plot.png")
     # Two evaluators have an axis each: 1.3 times 780.
@@ -141,7 +141,7 @@ def test_one_evaluator_has_one_axis_and_temperature_0_is_named():
     assert labels(lines) == [["training", "held out at temperature 0"]]
 
 
-def test_a_name_is_no_formula(tmp_path: Path):
+def test_a_name_is_not_a_formula(tmp_path: Path):
     named: dict[str, Any] = {"evaluator": "cost in $ and $x^{", "validation_evaluator": "$"}
     lines = [started(**named), validation(0, {"a": [0.1]}, 0.1), collected(0, 0.5)]
     plots.reward_plot(history_of(lines), tmp_path / "plot.png")

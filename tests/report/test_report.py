@@ -247,7 +247,7 @@ def test_a_relative_output_dir_becomes_an_absolute_path(
     assert commands_of(Path("out"))[-1][3] == str(tmp_path / "out" / "tool_caller-adapter")
 
 
-def test_the_model_is_asked_what_the_agent_asks(tmp_path: Path):
+def test_the_command_sends_what_the_agent_sends(tmp_path: Path):
     """System prompt, tools and parameters of a recorded call; the shortest of the held-out set."""
     tell(Story(epochs=1, examples=4, held_out=3), tmp_path)
     file = tmp_path / "trajectories" / "validation_000.jsonl"
@@ -320,7 +320,7 @@ def test_no_trained_step_beats_the_base_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["gaps", "no_validation"])
-def test_no_heading_stands_over_nothing(name: str, drawn: Callable[[str], Path]):
+def test_no_section_is_empty(name: str, drawn: Callable[[str], Path]):
     assert "<h2>Training metrics</h2>" in (drawn(name) / "report.html").read_text()
     lines = [line for line in (drawn(name) / "report.md").read_text().splitlines() if line]
     headings = [i for i, line in enumerate(lines) if line.startswith("## ")]

@@ -90,7 +90,7 @@ def test_time_counts_from_the_command_and_the_start_is_a_part_of_it(tmp_path: Pa
     assert 'title="validation"' not in html
 
 
-def test_tokens_that_were_shared_are_told(tmp_path: Path):
+def test_shared_tokens_are_reported(tmp_path: Path):
     log(
         tmp_path,
         started(10.0),
@@ -194,7 +194,7 @@ def test_pictures_are_in_the_html_and_named_in_the_markdown(tmp_path: Path):
 # ---- going on -------------------------------------------------------------------------------------
 
 
-def test_a_run_that_failed_goes_on_when_that_is_mended(tmp_path: Path):
+def test_a_failed_run_names_the_command_that_resumes_it(tmp_path: Path):
     anew: dict[str, Any] = {"command": "hone finetune --config_file=a.yml --fresh"}
     goes_on: dict[str, Any] = anew | {"again": "hone finetune --config_file=a.yml"}
     log(tmp_path, started(**goes_on), finished("failed", message="CUDA out of memory"))

@@ -32,5 +32,5 @@ def test_the_two_largest_units_of_time():
     ]
 
 
-def test_one_and_many():
+def test_singular_and_plural():
     assert [counted(n, "epoch") for n in (0, 1, 2000)] == ["0 epochs", "1 epoch", "2,000 epochs"]

@@ -26,7 +26,7 @@ def events(tmp_path: Path) -> Iterator[EventLog]:
         yield log
 
 
-async def test_asked_often_they_are_written_once_more(
+async def test_concurrent_refreshes_are_written_once_more(
     events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     begun, go, calls = threading.Event(), threading.Event(), []
@@ -71,7 +71,7 @@ async def test_where_rounds_follow_fast_only_some_are_drawn_and_the_last_always(
     assert len(drawn) == 8  # it shows everything already
 
 
-async def test_a_full_disk_is_a_warning(
+async def test_a_full_disk_is_only_a_warning(
     events: EventLog,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

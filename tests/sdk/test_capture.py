@@ -140,13 +140,13 @@ async def test_only_calls_that_look_like_the_openai_api_are_marked(serve: Serve)
         assert (await client.get(base + CHAT)).json()[ROLLOUT_HEADER] is None
 
 
-async def test_what_the_agent_says_itself_wins(serve: Serve):
+async def test_a_header_set_by_the_agent_takes_precedence(serve: Serve):
     url = await serve(echo()) + CHAT
     async with httpx.AsyncClient() as client, hone.rollout("r"):
         assert await seen(client, url, headers={ROLLOUT_HEADER: "mine"}) == "mine"
 
 
-async def test_scopes_nest_and_the_outer_one_comes_back(serve: Serve):
+async def test_scopes_nest_and_the_outer_one_is_restored(serve: Serve):
     url = await serve(echo()) + CHAT
     async with httpx.AsyncClient() as client, hone.rollout("outer"):
         with hone.rollout("inner"):
@@ -188,7 +188,7 @@ def test_a_path_that_is_too_long_for_a_header_keeps_its_innermost_functions():
     assert here.function == "..." + "solve." * 31 + "search" and len(here.function) <= 200
 
 
-async def test_a_scope_for_one_host_tells_no_other(serve: Serve):
+async def test_a_scope_for_one_host_marks_no_other(serve: Serve):
     url = await serve(echo()) + CHAT
     here = hone.RemoteBackend("http://localhost:7623")
     there = "https://models.example:8443/v1"
@@ -228,7 +228,7 @@ def test_scopes_in_many_threads_leave_nothing_patched():
     assert not wrong
 
 
-async def test_somebody_else_s_patch_over_ours_survives(serve: Serve):
+async def test_another_patch_over_ours_survives(serve: Serve):
     url = await serve(echo()) + CHAT
     counted = 0
     try:

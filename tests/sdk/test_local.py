@@ -62,7 +62,7 @@ async def test_nothing_starts_before_it_is_used_and_many_users_start_one(
     prose(caught)
 
 
-async def test_it_goes_on_where_it_was_left(tmp_path: Path):
+async def test_a_restarted_server_continues(tmp_path: Path):
     model = TrainableModel(name="agent", project="p", base_model="smollm2-135m-instruct")
     for _ in range(2):
         async with LocalBackend(tmp_path) as backend:
@@ -179,7 +179,7 @@ def test_a_server_that_never_answers_is_given_up(
     assert backend._server is None
 
 
-async def test_a_server_that_died_is_said_to_have_and_nobody_waits(
+async def test_a_server_that_died_is_reported_at_once(
     prose: Prose, tmp_path: Path, tiny_model: Path
 ):
     async with LocalBackend(tmp_path) as backend:

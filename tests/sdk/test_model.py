@@ -72,9 +72,7 @@ async def test_a_model_that_is_not_trained():
     assert (model.trainable, await model.get_step()) == (False, 0)
 
 
-async def test_what_is_logged_for_a_model_that_nobody_trains_is_kept_beside_it(
-    prose: Prose, tmp_path: Path
-):
+async def test_logs_of_an_untrained_model_are_written_beside_it(prose: Prose, tmp_path: Path):
     model = prompted(project="games", base_path=str(tmp_path))
     group = TrajectoryGroup([Trajectory(reward=1, logs=["won"]), Trajectory(reward=0)])
     moves: Any = np.int64(3)
@@ -275,7 +273,7 @@ def test_an_internal_config_that_hone_cannot_honour(prose: Prose, internal: dict
     prose(caught)
 
 
-def test_a_name_that_is_no_directory_is_stored_under_one_made_of_it():
+def test_a_name_that_is_not_a_valid_directory_is_stored_under_a_derived_name():
     model = TrainableModel(name="my agent/v2", project="Board games", base_model="b")
     spec = model.spec()
     # sha256 of the name as written, so that 'my agent v2' is another model.

@@ -158,7 +158,7 @@ async def test_every_train_is_a_job_of_its_own(backend: RemoteBackend, standin: 
         {"zzz": 1},
     ],
 )
-async def test_keys_nobody_knows_are_refused_before_anything_is_sent(prose: Prose, keys: Any):
+async def test_unknown_keys_are_refused_before_anything_is_sent(prose: Prose, keys: Any):
     with pytest.raises(errors.ConfigError) as caught:
         await RemoteBackend("http://127.0.0.1:1").train(MODEL, groups(), **keys)
     prose(caught)
@@ -249,7 +249,7 @@ async def test_a_stream_that_ends_early_is_opened_again(
     assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
 
 
-async def test_silence_is_not_waited_out(
+async def test_a_silent_stream_is_reopened(
     backend: RemoteBackend, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
@@ -261,7 +261,7 @@ async def test_silence_is_not_waited_out(
     assert (await asyncio.wait_for(task, PATIENCE_S)).step == 1
 
 
-async def test_patience_ends_and_the_job_is_named(
+async def test_the_error_after_the_last_retry_names_the_job(
     prose: Prose,
     backend: RemoteBackend,
     standin: StandIn,
@@ -295,7 +295,7 @@ async def test_a_wrong_address_fails_soon_and_says_what_to_do(
     prose(caught)
 
 
-async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
+async def test_retry_after_is_respected(backend: RemoteBackend, standin: StandIn):
     answers = iter([refusal(429, "full", "Busy", **{"Retry-After": "1"})])
     standin.refuse = lambda request: next(answers, None)
     started = asyncio.get_running_loop().time()
@@ -303,9 +303,7 @@ async def test_later_means_later(backend: RemoteBackend, standin: StandIn):
     assert asyncio.get_running_loop().time() - started >= 1
 
 
-async def test_what_the_server_calls_final_is_not_sent_again(
-    prose: Prose, backend: RemoteBackend, standin: StandIn
-):
+async def test_a_final_error_is_not_retried(prose: Prose, backend: RemoteBackend, standin: StandIn):
     standin.refuse = lambda _: refusal(
         503, "for good", "Unavailable", **{"x-should-retry": "false"}
     )
@@ -348,7 +346,7 @@ async def test_an_engine_that_cannot_start_is_started_once(
         (500, "server_error", errors.ServerError),
     ],
 )
-async def test_a_refusal_is_the_exception_it_stands_for(
+async def test_an_error_response_raises_its_exception(
     backend: RemoteBackend, standin: StandIn, status: int, kind: str, raised: type[Exception]
 ):
     standin.refuse = lambda request: refusal(status, "this is why", kind)
@@ -366,9 +364,7 @@ async def test_wrong_fields_are_named(backend: RemoteBackend, standin: StandIn):
     assert [field.path for field in caught.value.fields] == [("name",)]
 
 
-async def test_something_that_is_no_hone_server(
-    prose: Prose, backend: RemoteBackend, standin: StandIn
-):
+async def test_another_server_than_hone(prose: Prose, backend: RemoteBackend, standin: StandIn):
     standin.refuse = lambda request: Response("<html>nginx</html>", 404)
     with pytest.raises(errors.NotFound) as caught:
         await backend.step(MODEL)
@@ -391,7 +387,7 @@ def test_addresses(address: str, used: str):
     "wrong",
     ["localhost:7623", "ftp://x", "http://", "http://gpu:one", "http://gpu:76230", "http://[::1"],
 )
-def test_addresses_that_are_none(prose: Prose, wrong: str):
+def test_invalid_addresses(prose: Prose, wrong: str):
     with pytest.raises(errors.ConfigError) as caught:
         RemoteBackend(wrong)
     prose(caught)
@@ -411,7 +407,7 @@ async def test_a_failed_job_says_which_why_and_where_to_look(
     prose(caught, base_url=backend.base_url)
 
 
-async def test_a_job_cancelled_by_another_is_said_to_be(
+async def test_a_job_cancelled_by_another_client_is_reported_as_cancelled(
     prose: Prose, backend: RemoteBackend, standin: StandIn
 ):
     task = await start(backend, standin)
@@ -518,7 +514,7 @@ async def test_why_a_job_waits_is_logged_each_reason_once(
     ]
 
 
-async def test_whoever_stops_waiting_leaves_the_job_alone(backend: RemoteBackend, standin: StandIn):
+async def test_a_cancelled_wait_does_not_cancel_the_job(backend: RemoteBackend, standin: StandIn):
     job = await backend.submit(JobRequest(model="p/agent", groups=groups(), idempotency_key="k"))
     with pytest.raises(TimeoutError):
         await backend.wait(job.id, timeout_s=0.1)
@@ -526,7 +522,7 @@ async def test_whoever_stops_waiting_leaves_the_job_alone(backend: RemoteBackend
     assert (await backend.cancel(job.id)).state == "cancelled"
 
 
-async def test_nobody_there_is_a_connection_error_too(monkeypatch: pytest.MonkeyPatch):
+async def test_an_unreachable_server_is_a_connection_error_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http, "FIRST_S", 0.1)
     with pytest.raises(ConnectionError, match="no hone server answers there"):
         await RemoteBackend("http://127.0.0.1:1").health()
@@ -543,9 +539,7 @@ async def test_another_address_of_the_server_is_given_up_soon(
     prose(caught)
 
 
-async def test_what_a_newer_server_adds_is_not_this_clients_business(
-    backend: RemoteBackend, standin: StandIn
-):
+async def test_fields_of_a_newer_server_are_ignored(backend: RemoteBackend, standin: StandIn):
     info = await backend.register(MODEL)
     added = {**info.model_dump(), "invented_later": {"deep": 1}}
     standin.refuse = lambda request: JSONResponse(added)

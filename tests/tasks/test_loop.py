@@ -17,7 +17,7 @@ from hone.tasks.loop import run_loop
 from hone.tasks.tally import run_together
 
 
-def test_a_task_that_ignores_its_cancellation_is_left(
+def test_a_task_that_ignores_its_cancellation_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(loop, "GRACE_S", 0.05)
@@ -39,7 +39,7 @@ def test_a_task_that_ignores_its_cancellation_is_left(
     assert [r.name for r in caplog.records if r.levelno >= logging.WARNING] == ["hone"]
 
 
-def test_ctrl_c_cancels_the_work_and_is_told_when_that_has_ended():
+def test_ctrl_c_cancels_the_work_and_is_raised_when_it_has_ended():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     cleaned = []
 

@@ -71,14 +71,14 @@ async def test_the_last_failure_is_raised(attempts: int):
     assert (plain.calls, later.calls) == (attempts, attempts)
 
 
-def test_other_exceptions_are_not_tried_again():
+def test_other_exceptions_are_not_retried():
     flaky = Flaky(1, KeyError)
     with pytest.raises(KeyError):
         hone.retry(exceptions=(OSError,), delay=0.001)(flaky)("never")
     assert flaky.calls == 1
 
 
-async def test_a_cancelled_call_is_not_tried_again():
+async def test_a_cancelled_call_is_not_retried():
     calls = 0
 
     @hone.retry(delay=0.001)
@@ -95,7 +95,7 @@ async def test_a_cancelled_call_is_not_tried_again():
     assert calls == 1
 
 
-def test_no_attempt_at_all_is_refused(prose: Prose):
+def test_zero_attempts_are_refused(prose: Prose):
     with pytest.raises(ConfigError) as caught:
         hone.retry(max_attempts=0)
     prose(caught)

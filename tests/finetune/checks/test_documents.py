@@ -71,11 +71,11 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
     return problems
 
 
-def test_nothing_is_wrong(refused: Refused):
+def test_a_valid_file_has_no_problems(refused: Refused):
     assert refused() == []
 
 
-def test_everything_that_is_wrong_is_told_at_once_whatever_else_is(refused: Refused):
+def test_all_problems_are_reported_at_once(refused: Refused):
     Path("tools.py").write_text("import nowhere_to_be_found\n")
     lines = refused(
         ("temperature: 1.0", "temperature: hot"),  # a value the schema refuses
@@ -207,7 +207,7 @@ def test_base_models(refused: Refused, name: str, line: str | None):
     assert refused(("smollm2-135m-instruct", remote)) == []
 
 
-def test_an_empty_file_is_no_configuration(prose: Prose, tmp_path: Path):
+def test_an_empty_file_is_not_a_configuration(prose: Prose, tmp_path: Path):
     (tmp_path / "a.yml").write_text("\n")
     with pytest.raises(ConfigProblems) as caught:
         read_run(tmp_path / "a.yml")
@@ -239,7 +239,7 @@ def test_files_that_the_command_names_have_the_reward_s_columns(refused: Refused
     )
 
 
-def test_problems_stand_in_the_order_of_the_lines(refused: Refused):
+def test_problems_are_in_the_order_of_the_lines(refused: Refused):
     lines = refused(
         ("agent.py:run", "agent.py:rum"),
         ("smollm2-135m-instruct", "smollm2-135m-instrct"),
@@ -295,7 +295,7 @@ def test_a_file_that_trains_nothing_needs_nothing(tmp_path: Path):
     assert read_run(tmp_path / "a.yml").finetuning.enabled is False
 
 
-def test_mistakes_of_the_run_are_told_with_those_of_the_file(refused: Refused):
+def test_mistakes_of_the_run_are_reported_with_those_of_the_file(refused: Refused):
     lines = refused(
         ("temperature: 1.0", "temperature: 1.0, temprature: 1"),
         ("  reward_function: {name: reward}\n", "  target_functions: [<workflow>, serach]\n"),
@@ -317,7 +317,7 @@ def test_nodes_of_a_framework_may_be_targets(tmp_path: Path):
     assert mistakes(tmp_path, workflow=graph, **targets) == []
 
 
-def test_what_only_the_whole_document_tells(refused: Refused):
+def test_problems_that_only_the_whole_document_shows(refused: Refused):
     lines = refused(
         ("      file_path: train.jsonl\n", ""),
         ("num_generations: 4", "num_generations: 1"),
@@ -340,7 +340,7 @@ def test_what_only_the_whole_document_tells(refused: Refused):
     assert len(lines_of(Path("a.yml"), dataset=Path("rows.json"))) == 4
 
 
-def test_keys_of_the_originals_say_what_to_set_instead(refused: Refused):
+def test_the_error_for_a_key_of_the_originals_names_the_replacement(refused: Refused):
     training = "training: {gradient_accumulation_steps: 4, learning_rat: 1}\n    backend:"
     first, second = refused(("backend:", training))
     assert "not in this version of hone; set groups_per_optimizer_step" in first
@@ -394,7 +394,7 @@ def test_of_two_entries_on_one_base_one_must_be_named(tmp_path: Path):
     assert mistakes(tmp_path, llms={"critic": CRITIC}, finetuning=named) == []
 
 
-def test_entries_on_two_ports_are_told_apart_when_the_server_is_known(tmp_path: Path):
+def test_entries_on_two_ports_are_distinguished_when_the_server_is_known(tmp_path: Path):
     """Which port of its host serves inference is the server's to say."""
     assert (
         mistakes(tmp_path, llms={"critic": {**CRITIC, "base_url": "http://127.0.0.1:9/v1"}}) == []

@@ -110,7 +110,7 @@ def test_the_same_file_for_both_is_refused_unless_asked_for(
     assert command(allowed, validation_dataset=Path("train.json"), dry_run=dry_run) == 0
 
 
-def test_two_parts_of_one_file_may_be_told_apart_by_filters(prose: Prose, command: Command):
+def test_two_parts_of_one_file_may_be_separated_by_filters(prose: Prose, command: Command):
     document = yaml.safe_load(command.file.read_text())
     dataset = document["eval"]["general"]["dataset"]
     for name, wanted in {"train.yml": "a", "val.yml": "b"}.items():

@@ -10,7 +10,7 @@ from hone.backends import http
 from hone.finetune.checks.preflight import failures
 
 
-async def test_a_sound_run(rehearsal: Rehearsal):
+async def test_a_valid_run(rehearsal: Rehearsal):
     checks = await rehearsal.checked()
     assert failures(checks) == []
     by_chance = {"rewards", "max_tokens"}  # two answers may be equally long, or end at six tokens
@@ -67,7 +67,7 @@ async def test_an_adapter_of_somebodys_own(rehearsal: Rehearsal):
 # ---- the `llms` entries ---------------------------------------------------------------------------
 
 
-async def test_an_llm_that_asks_elsewhere(rehearsal: Rehearsal):
+async def test_an_llm_at_another_address(rehearsal: Rehearsal):
     elsewhere = {"actor": {"base_url": "http://127.0.0.1:9/v1"}}
     check = await rehearsal.failed(llms=elsewhere)
     assert check.name == "llm"
@@ -79,7 +79,7 @@ async def test_an_llm_that_asks_elsewhere(rehearsal: Rehearsal):
     assert "_type: trainable" in check.message and "allow_foreign_endpoint: true" in check.message
 
 
-async def test_an_llm_that_asks_for_nothing_that_is_served(rehearsal: Rehearsal):
+async def test_an_llm_with_a_model_that_is_not_served(rehearsal: Rehearsal):
     check = await rehearsal.failed(llms={"actor": {"model_name": "gpt-99"}})
     assert check.name == "llm actor"
     assert "no model called 'gpt-99' is served" in check.message

@@ -69,7 +69,7 @@ async def test_an_agent_in_a_process_of_its_own(rehearsal: Rehearsal):
     assert sum(map(float, scores)) == int(match[1])
 
 
-async def test_an_agent_that_never_asks(rehearsal: Rehearsal):
+async def test_an_agent_without_model_calls(rehearsal: Rehearsal):
     check = await rehearsal.failed(workflow={"target": "agent.py:silent"})
     assert check.name == "calls"
     assert "the server recorded no call of the rollout" in check.message
@@ -82,7 +82,7 @@ async def test_calls_under_another_rollout(rehearsal: Rehearsal):
     assert "they name no rollout, or another one" in check.message
 
 
-async def test_an_agent_that_leaves_before_the_end(rehearsal: Rehearsal):
+async def test_an_agent_that_abandons_its_streams(rehearsal: Rehearsal):
     check = await rehearsal.failed(workflow={"target": "agent.py:impatient"})
     assert check.name == "calls"
     assert "the agent left before its answers were complete" in check.message
@@ -170,7 +170,7 @@ async def test_an_agent_that_fails(rehearsal: Rehearsal):
     assert "agent.py" in check.message, "it says where"
 
 
-async def test_what_lies_outside_is_tried_again(rehearsal: Rehearsal):
+async def test_infrastructure_failures_are_retried(rehearsal: Rehearsal):
     workflow = {"target": "agent.py:unlucky", "args": {"times": 2}}
     checks = await rehearsal.checked(workflow=workflow)
     assert failures(checks) == []
@@ -190,7 +190,7 @@ async def test_one_attempt_that_is_repeated(rehearsal: Rehearsal):
     ) in check.message
 
 
-async def test_what_goes_on_failing_is_refused(rehearsal: Rehearsal):
+async def test_a_repeated_failure_is_refused(rehearsal: Rehearsal):
     # Two trials, each with one attempt and `rollout_retries: 2` more: at the seventh it would work.
     workflow = {"target": "agent.py:unlucky", "args": {"times": 6}}
     check = await rehearsal.failed(workflow=workflow, finetuning={"rollout_retries": 2})
@@ -198,7 +198,7 @@ async def test_what_goes_on_failing_is_refused(rehearsal: Rehearsal):
     assert "3 times in a row the workflow failed on example 'e0' (connection)" in check.message
 
 
-async def test_a_model_that_is_not_there_is_asked_for_once(rehearsal: Rehearsal):
+async def test_a_missing_model_is_requested_once(rehearsal: Rehearsal):
     """Asking again for a name cannot help, so the run stops at once with the server's reason."""
     workflow = {"target": "agent.py:misnamed", "args": {"model": "no-such-model"}}
     check = await rehearsal.failed(workflow=workflow, finetuning={"rollout_retries": 2})
@@ -356,7 +356,7 @@ async def test_unmarked_calls_beside_marked_ones(rehearsal: Rehearsal):
     assert f"{rehearsal.server.base_url}/rollout/ROLLOUT_ID/v1" in check.message
 
 
-async def test_a_judge_at_the_same_server_is_no_stranger(rehearsal: Rehearsal):
+async def test_calls_of_a_judge_at_the_same_server_cause_no_warning(rehearsal: Rehearsal):
     async with rehearsal.live() as run:
         adapter = run.adapter
         before = await adapter.backend.unmarked(run.id)
