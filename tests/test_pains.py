@@ -132,7 +132,7 @@ MAY_SLEEP = {
     "backends/http.py": 2,
     "inference/embedded/engine.py": 1,  # a publish steps aside for running samples; it waits for nothing
     "inference/vllm/engine.py": 1,  # vLLM's workers tell nothing by themselves: asked up to a deadline
-    "retries.py": 2,  # hone.retry: between two attempts of the user's own function
+    "tasks/retries.py": 2,  # hone.retry: between two attempts of the user's own function
     # After the end of the session: between two attempts to reach a logger's service, up to its
     # timeout, and between two looks at what another process of the same logger has sent.
     "loggers/child.py": 1,

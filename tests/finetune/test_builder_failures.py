@@ -58,6 +58,7 @@ async def test_a_name_of_two_projects_is_requested_once(
         spec = {"name": "twin", "project": project, "base_model": str(tiny_model)}
         await server.ask("POST", "/v1/training/models", json.dumps(spec))
     statuses: list[int] = []
+    errors: list[str] = []
 
     async def note(response: Any) -> None:
         statuses.append(response.status_code)
@@ -74,12 +75,14 @@ async def test_a_name_of_two_projects_is_requested_once(
             messages: Any = [{"role": "user", "content": question}]
             with pytest.raises(openai.ConflictError) as raised:
                 await client.chat.completions.create(model="twin", messages=messages)
-            prose(raised)
+            errors.append(str(raised.value))
             raise raised.value
 
         w.bind(agent, ["one", "two"])
         assert (await w.collect()).trajectories == []
         assert statuses == [409] * 4, "two generations of two examples"
+        [message] = set(errors)
+        prose(message)
         assert w.builder.dropped == {"infrastructure/model_name": 4}
 
 

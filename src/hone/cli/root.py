@@ -170,7 +170,7 @@ def _named(models: list[ModelInfo], name: str) -> str:
     exact = [name] if name in keys else []
     matches = exact or [key for key, own in keys.items() if own == stored_name(name)]
     if len(matches) > 1:
-        raise Conflict(f"model {name!r} exists in several projects; say {' or '.join(matches)}")
+        raise Conflict(f"model {name!r} exists in several projects; use {' or '.join(matches)}")
     if matches:
         return matches[0]
     if name.count("/") == 1 and all(part == stored_name(part) for part in name.split("/")):

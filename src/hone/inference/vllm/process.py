@@ -31,7 +31,7 @@ import httpx2
 
 from hone.errors import EngineError, EngineFailed
 from hone.files.logs import output_file, write_output
-from hone.inference.vllm import extension as vllm_worker
+from hone.inference.vllm import extension
 
 OLDEST, NEWEST = (0, 20), (0, 32)
 """Oldest and newest supported version of vLLM; others are refused."""
@@ -85,7 +85,7 @@ class VllmEnvironment:
 @cache
 def find_vllm(python: str) -> VllmEnvironment | None:
     """The vLLM of an interpreter; None if it has none. Takes a fraction of a second."""
-    source = Path(vllm_worker.__file__).read_text(encoding="utf-8")
+    source = Path(extension.__file__).read_text(encoding="utf-8")
     try:
         # As text, not as a file: a script's directory comes first on sys.path, and it contains
         # engine.py.
@@ -147,7 +147,7 @@ class VllmProcess:
         self.stages = [f"vLLM starts, which takes one to four minutes{log}"]
         """What it has done to start, in order."""
         # Not under the server's root: the path of a socket may have at most about a hundred characters.
-        self._private = Path(tempfile.mkdtemp(prefix=vllm_worker.PREFIX))
+        self._private = Path(tempfile.mkdtemp(prefix=extension.PREFIX))
         self.socket = self._private / "socket"
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._causes: dict[str, None] = {}
@@ -169,7 +169,7 @@ class VllmProcess:
     ) -> None:
         """Start it and wait until it answers; `tell` is called with each startup stage."""
         script = self._private / f"{WORKER}.py"
-        shutil.copyfile(vllm_worker.__file__, script)
+        shutil.copyfile(extension.__file__, script)
         read, write = os.pipe()
         command = [environment.python, str(script), str(read), "serve", *arguments]
         command += ["--uds", str(self.socket)]

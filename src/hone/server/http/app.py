@@ -32,11 +32,15 @@ from hone.errors import HoneError, StorageError
 from hone.files.logs import log, say
 from hone.files.redact import redact, redact_json
 from hone.server.access import access
-from hone.server.http import art_routes as art
-from hone.server.http import auth, chat_routes, pages
-from hone.server.http import responses_routes as openai_responses
-from hone.server.http import rollout_routes as rollouts
-from hone.server.http import training_routes as training
+from hone.server.http import (
+    art_routes,
+    auth,
+    chat_routes,
+    pages,
+    responses_routes,
+    rollout_routes,
+    training_routes,
+)
 from hone.server.http.respond import HOLD, IN_ROLLOUT
 from hone.server.limits import BodyReader, PlainRoute, is_json
 from hone.server.serve import policies
@@ -63,8 +67,8 @@ errors."""
 
 def create_apps(state: State) -> tuple[FastAPI, FastAPI]:
     """The control app, which has every route, and the app with the inference APIs only."""
-    parts = (chat_routes.routes, openai_responses.routes, rollouts.routes)
-    control = _app(state, "hone", (*parts, training.routes, art.routes), control=True)
+    parts = (chat_routes.routes, responses_routes.routes, rollout_routes.routes)
+    control = _app(state, "hone", (*parts, training_routes.routes, art_routes.routes), control=True)
     inference = _app(state, "hone: OpenAI API", parts, control=False)
     return control, inference
 
