@@ -38,7 +38,10 @@ def test_every_extra_that_a_reader_is_told_of_exists() -> None:
     guide = (environments.ROOT / "docs" / "guides" / "frameworks.md").read_text()
     table = re.findall(r"^\| \[[^|]+\| `([\w-]+)` \|", guide, re.M)
     assert len(table) == 13
-    code = [file.read_text() for file in (environments.ROOT / "src/hone/workflow").glob("*.py")]
+    code = [
+        file.read_text()
+        for file in (environments.ROOT / "src/hone/integrations/frameworks").glob("*.py")
+    ]
     named = re.findall(r'require\("[\w.]+", "([\w-]+)"\)', "\n".join(code))
     apart = [one["extra"] for pair in known["tool"]["uv"]["conflicts"] for one in pair]
     assert len(named) == 3

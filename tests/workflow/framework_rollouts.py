@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+import hone.composition  # noqa: F401  # hone is on the path here, not installed
 from hone.config.build import Served, build
 from hone.config.policy import Trained, address_of
 from hone.config.schema import read
